@@ -1,0 +1,68 @@
+from pathlib import Path
+from shlex import quote
+import sys
+
+sys.path.insert(0, str(workflow.basedir))
+
+from solarwm_lib.graph import NAME, announce_leftovers, load_workflow_or_exit
+
+WORKFLOW = load_workflow_or_exit(config, Path(workflow.basedir))
+RESULTS = WORKFLOW.results
+
+announce_leftovers(Path.cwd())
+
+
+wildcard_constraints:
+    data=NAME,
+    assets=NAME,
+    run=NAME,
+    step=r"\d{6}",
+    validation_pass=NAME,
+    inference=WORKFLOW.artifacts_pattern("inference"),
+    comparison=WORKFLOW.artifacts_pattern("comparison"),
+
+
+# A param function that also takes `output` is not a rerun trigger: these words hold paths and topology, which never
+# change a result. What does change it is the `identity` param of each rule.
+def solarwm_command(wildcards, output):
+    return f"{quote(sys.executable)} -m solarwm_lib"
+
+
+def pack_arguments(wildcards, output):
+    return WORKFLOW.pack_arguments(wildcards.data)
+
+
+def run_arguments(wildcards, output):
+    return WORKFLOW.run_arguments(wildcards.run)
+
+
+def path_arguments(wildcards, output):
+    return WORKFLOW.path_arguments(wildcards.run)
+
+
+def launcher(wildcards, output):
+    return WORKFLOW.launcher(wildcards.run)
+
+
+def omp_threads(wildcards, output):
+    return WORKFLOW.config.runs[wildcards.run].threads
+
+
+def until_step(wildcards, output):
+    return int(wildcards.step)
+
+
+def inference_name(wildcards):
+    return WORKFLOW.by_artifact("inference", wildcards.inference)
+
+
+def inference_arguments(wildcards, output):
+    return WORKFLOW.inference_arguments(inference_name(wildcards))
+
+
+def artifact_dir(wildcards, output):
+    return str(Path(output[0]).parent)
+
+
+def input_dirs(wildcards, input, output):
+    return [str(Path(path).parent) for path in input]

@@ -1,0 +1,33 @@
+rule synthesize_clips:
+    output:
+        f"{RESULTS}/data/{{data}}/COMPLETE.json",
+    log:
+        f"{RESULTS}/logs/synthesize_clips/{{data}}.log",
+    wildcard_constraints:
+        data=WORKFLOW.names_pattern("synthetic"),
+    conda:
+        "../envs/solarwm.yaml"
+    params:
+        solarwm=solarwm_command,
+        identity=lambda wildcards: WORKFLOW.data_spec(wildcards.data),
+        out=artifact_dir,
+    shell:
+        "{params.solarwm} data synthesize --spec {params.identity:q} --out {params.out:q} > {log:q} 2>&1"
+
+
+rule index_clips:
+    output:
+        f"{RESULTS}/data/{{data}}/COMPLETE.json",
+    log:
+        f"{RESULTS}/logs/index_clips/{{data}}.log",
+    wildcard_constraints:
+        data=WORKFLOW.names_pattern("folder"),
+    conda:
+        "../envs/solarwm.yaml"
+    params:
+        solarwm=solarwm_command,
+        identity=lambda wildcards: WORKFLOW.data_spec(wildcards.data),
+        arguments=pack_arguments,
+        out=artifact_dir,
+    shell:
+        "{params.solarwm} data pack {params.arguments} --out {params.out:q} > {log:q} 2>&1"

@@ -1,0 +1,18 @@
+rule infer:
+    input:
+        unpack(lambda wildcards: WORKFLOW.inference_inputs(inference_name(wildcards))),
+    output:
+        f"{RESULTS}/inference/{{inference}}/COMPLETE.json",
+    log:
+        f"{RESULTS}/logs/infer/{{inference}}.log",
+    conda:
+        "../envs/solarwm.yaml"
+    threads: 1
+    params:
+        solarwm=solarwm_command,
+        identity=lambda wildcards: WORKFLOW.inference_identity(
+            inference_name(wildcards)
+        ),
+        arguments=inference_arguments,
+    shell:
+        "OMP_NUM_THREADS={threads} {params.solarwm} infer {params.arguments} > {log:q} 2>&1"

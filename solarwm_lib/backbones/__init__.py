@@ -1,0 +1,1 @@
+"""The networks: diffusers' own classes plus what camera control adds to them."""

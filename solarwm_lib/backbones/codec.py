@@ -1,0 +1,161 @@
+"""Video codecs behind one interface: pixels `[B,3,F,H,W]` in [-1,1] to normalised latents `[B,T,C,h,w]` and back.
+
+The class is named by `vae/config.json`: diffusers' AutoencoderKLWan for the real models, `LinearCausalCodec` for the tiny
+world. Both obey T = 1 + (F-1)/4: the first latent comes from frame 0 alone, each later one from four frames.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from diffusers import AutoencoderKLWan, ModelMixin
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
+
+from ..runtime.errors import ArtifactError, NonFiniteError
+
+
+class LinearCausalCodec(ModelMixin, ConfigMixin):
+    """A linear codec with the interface and stride law of AutoencoderKLWan, fitted in closed form (`backbones.tiny`).
+
+    Every spatial block of `stride x stride` pixels (of one frame, or of a group of frames) is a vector; a latent is its
+    coordinates in an orthonormal basis after the mean is removed. Raw latents are normalised by `latents_mean` and
+    `latents_std` from the config, as for the real VAE.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        z_dim: int = 48,
+        scale_factor_temporal: int = 4,
+        scale_factor_spatial: int = 16,
+        latents_mean: list[float] | None = None,
+        latents_std: list[float] | None = None,
+    ) -> None:
+        super().__init__()
+        block = 3 * scale_factor_spatial**2
+        self.first_mean = nn.Parameter(torch.zeros(block), requires_grad=False)
+        self.first_basis = nn.Parameter(torch.zeros(block, z_dim), requires_grad=False)
+        self.group_mean = nn.Parameter(torch.zeros(scale_factor_temporal * block), requires_grad=False)
+        self.group_basis = nn.Parameter(
+            torch.zeros(scale_factor_temporal * block, z_dim), requires_grad=False
+        )
+
+    @property
+    def group_scale(self) -> float:
+        """Divides group latents: a static block then has nearly the same latent in the first frame and in a group."""
+        return self.config.scale_factor_temporal**0.5
+
+    def encode(self, x: Tensor, return_dict: bool = True) -> SimpleNamespace | tuple[SimpleNamespace]:
+        """Encode `x` `[B,3,F,H,W]`; `.latent_dist.mode()` is `[B,z_dim,T,h,w]` (the codec is deterministic)."""
+        stride = self.config.scale_factor_spatial
+        first = (to_blocks(x[:, :, :1], 1, stride) - self.first_mean) @ self.first_basis
+        groups = to_blocks(x[:, :, 1:], self.config.scale_factor_temporal, stride) - self.group_mean
+        latents = torch.cat([first, groups @ self.group_basis / self.group_scale], dim=1).movedim(-1, 1)
+        posterior = SimpleNamespace(mode=lambda: latents, sample=lambda generator=None: latents, mean=latents)
+        return SimpleNamespace(latent_dist=posterior) if return_dict else (posterior,)
+
+    def decode(self, z: Tensor, return_dict: bool = True) -> SimpleNamespace | tuple[Tensor]:
+        """Decode raw latents `[B,z_dim,T,h,w]` to `.sample` `[B,3,F,H,W]`, clamped to [-1,1]."""
+        stride = self.config.scale_factor_spatial
+        coordinates = z.movedim(1, -1)
+        first = coordinates[:, :1] @ self.first_basis.T + self.first_mean
+        groups = (coordinates[:, 1:] * self.group_scale) @ self.group_basis.T + self.group_mean
+        frames = [
+            from_blocks(first, 1, stride),
+            from_blocks(groups, self.config.scale_factor_temporal, stride),
+        ]
+        video = torch.cat(frames, dim=2).clamp(-1, 1)
+        return SimpleNamespace(sample=video) if return_dict else (video,)
+
+
+def to_blocks(video: Tensor, temporal: int, stride: int) -> Tensor:
+    """Cut `[B,3,F,H,W]` into vectors `[B, F/temporal, H/stride, W/stride, temporal*3*stride*stride]`."""
+    batch, channels, frames, height, width = video.shape
+    grid = video.reshape(
+        batch, channels, frames // temporal, temporal, height // stride, stride, width // stride, stride
+    )
+    return grid.permute(0, 2, 4, 6, 3, 1, 5, 7).flatten(4)
+
+
+def from_blocks(blocks: Tensor, temporal: int, stride: int) -> Tensor:
+    """Undo `to_blocks`."""
+    batch, groups, rows, columns, _ = blocks.shape
+    grid = blocks.view(batch, groups, rows, columns, temporal, 3, stride, stride).permute(
+        0, 5, 1, 4, 2, 6, 3, 7
+    )
+    return grid.reshape(batch, 3, groups * temporal, rows * stride, columns * stride)
+
+
+class Codec:
+    """A loaded codec: deterministic encoding (posterior mode), per-channel normalisation, checked decoding."""
+
+    def __init__(self, vae: AutoencoderKLWan | LinearCausalCodec, identity: str) -> None:
+        self.vae = vae.eval().requires_grad_(False)
+        self.identity = identity
+        self.temporal_stride: int = vae.config.scale_factor_temporal
+        self.spatial_stride: int = vae.config.scale_factor_spatial
+
+    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        # Cast before the reciprocal, as released: in bfloat16 the two orders differ.
+        mean = torch.tensor(self.vae.config.latents_mean).to(like).view(1, -1, 1, 1, 1)
+        reciprocal = 1.0 / torch.tensor(self.vae.config.latents_std).to(like).view(1, -1, 1, 1, 1)
+        return mean, reciprocal
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        """Return normalised latents `[B,T,C,h,w]` of `video` `[B,3,F,H,W]` in [-1,1]; F must be 1 + 4k, H and W multiples of the stride."""
+        _, _, frames, height, width = video.shape
+        if (frames - 1) % self.temporal_stride or height % self.spatial_stride or width % self.spatial_stride:
+            raise ValueError(
+                f"video of {frames} frames, {height}x{width}; expected 1 + {self.temporal_stride}k frames and "
+                f"multiples of {self.spatial_stride} pixels"
+            )
+        latents = self.vae.encode(video.to(self.vae.device, self.vae.dtype)).latent_dist.mode()
+        mean, reciprocal = self._moments(latents)
+        return ((latents - mean) * reciprocal).transpose(1, 2)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pixels `[B,3,F,H,W]` in [-1,1] of normalised `latents` `[B,T,C,h,w]`; raise NonFiniteError instead of bad pixels."""
+        raw = latents.transpose(1, 2).to(self.vae.device, self.vae.dtype)
+        mean, reciprocal = self._moments(raw)
+        video = self.vae.decode(raw / reciprocal + mean, return_dict=False)[0].clamp(-1, 1)
+        if not torch.isfinite(video).all():
+            bad = [i for i, clip in enumerate(video) if not torch.isfinite(clip).all()]
+            raise NonFiniteError(
+                f"decoded pixels are not finite in batch rows {bad}; the latents or the codec are damaged"
+            )
+        return video
+
+
+CODECS = {"AutoencoderKLWan": AutoencoderKLWan, "LinearCausalCodec": LinearCausalCodec}
+
+
+def load_codec(base_path: str | Path, dtype: torch.dtype = torch.float32) -> Codec:
+    """Load the codec of a diffusers pipeline folder; `identity` is the digest of its class, config and weights."""
+    folder = Path(base_path) / "vae"
+    try:
+        name = json.loads((folder / "config.json").read_text())["_class_name"]
+    except (OSError, KeyError, ValueError) as error:
+        raise ArtifactError(
+            f"no codec at {folder}: {error}; set model.base_path to a diffusers pipeline folder"
+        ) from error
+    if name not in CODECS:
+        raise ArtifactError(f"{folder / 'config.json'} names codec {name!r}; known: {', '.join(CODECS)}")
+    vae, info = CODECS[name].from_pretrained(folder, torch_dtype=dtype, output_loading_info=True)
+    if info["missing_keys"] or info["unexpected_keys"]:
+        raise ArtifactError(
+            f"{folder}: missing {info['missing_keys'][:3]}, unexpected {info['unexpected_keys'][:3]} tensors"
+        )
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors"):
+            digest.update(file.name.encode() + b"\0")
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return Codec(vae, digest.hexdigest())

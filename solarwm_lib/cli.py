@@ -1,0 +1,368 @@
+"""The `solarwm` command line: parsing only.
+
+Each handler imports what it needs when it runs, so `--help`, `config`, `verify` and every refusal start without torch.
+Errors are one line on stderr with the documented exit code (docs/reference/exit-codes.md); `--traceback` shows the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from solarwm_lib import __version__
+from solarwm_lib.data.pack_options import add_arguments as add_pack_arguments
+from solarwm_lib.runtime.errors import ArtifactError, ConfigError, MemoryExhausted, SolarError
+
+Handler = Callable[[argparse.Namespace], Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.handler(arguments) or 0
+    except KeyboardInterrupt:
+        print("solarwm: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        known = as_solar_error(error)
+        if arguments.traceback or known is None:
+            import traceback
+
+            traceback.print_exc()
+        if known is None:
+            print(f"solarwm: bug: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        print(f"solarwm: error: {' '.join(str(known).split())}", file=sys.stderr)
+        return known.exit_code
+
+
+def as_solar_error(error: Exception) -> SolarError | None:
+    """Map an exception to the error a person can act on, or None for a bug."""
+    if isinstance(error, SolarError):
+        return error
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return MemoryExhausted(f"out of memory: {error}; lower train.micro_batch_size or the resolution")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ArtifactError(f"disk full while writing {error.filename or 'a file'}: {error.strerror}")
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        return ConfigError(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))
+    return None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="solarwm", description="Training and inference of camera-controlled video world models."
+    )
+    parser.add_argument("--version", action="version", version=f"solarwm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(group: Any, name: str, handler: Handler, help: str) -> argparse.ArgumentParser:
+        command = group.add_parser(name, help=help, description=help)
+        command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+        command.set_defaults(handler=handler)
+        return command
+
+    def add_group(name: str, help: str) -> Any:
+        group = commands.add_parser(name, help=help, description=help)
+        return group.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+
+    train = add(commands, "train", _train, "train a run up to a step, resuming from its newest valid state")
+    _config_arguments(train)
+    train.add_argument(
+        "--until-step", type=int, help="stop after this many completed steps (default: train.max_steps)"
+    )
+    infer = add(commands, "infer", _infer, "generate videos from a checkpoint")
+    _config_arguments(infer)
+    preflight = add(
+        commands, "preflight", _preflight, "two real steps, a save and reload, one validation slot"
+    )
+    _config_arguments(preflight)
+    preflight.add_argument("--out", type=Path, required=True, help="artifact directory")
+    plan = add(commands, "freeze-plan", _freeze_plan, "select and freeze the validation cases of a run")
+    _config_arguments(plan)
+    plan.add_argument("--out", type=Path, required=True, help="frozen-plan.json to create")
+    validate = add(
+        commands, "validate", _validate, "generate and measure one validation pass of a checkpoint"
+    )
+    _config_arguments(validate)
+    validate.add_argument("--checkpoint", type=Path, required=True, help="checkpoint directory")
+    validate.add_argument("--plan", type=Path, required=True, help="frozen-plan.json")
+    validate.add_argument(
+        "--pass", dest="pass_name", required=True, help="name of a pass in validation.passes"
+    )
+    validate.add_argument("--out", type=Path, required=True, help="artifact directory")
+    compare = add(commands, "compare", _compare, "put validation or inference artifacts side by side")
+    compare.add_argument("artifacts", type=Path, nargs="+", help="two or more artifact directories")
+    compare.add_argument("--out", type=Path, required=True, help="artifact directory")
+    verify = add(commands, "verify", _verify, "check an artifact against its marker")
+    verify.add_argument("path", type=Path, help="artifact directory or COMPLETE.json")
+    verify.add_argument("--deep", action="store_true", help="also compare the SHA-256 of every member")
+    lineage = add(commands, "lineage", _lineage, "show the chain of artifacts behind a result")
+    lineage.add_argument("path", type=Path, help="artifact directory or COMPLETE.json")
+    lineage.add_argument("--json", action="store_true", help="print JSON")
+
+    config = add_group("config", "routes, resolution and differences of run configurations")
+    routes = add(config, "routes", _config_routes, "list the supported routes")
+    routes.add_argument("--json", action="store_true", help="print JSON")
+    resolve = add(
+        config, "resolve", _config_resolve, "fill in all defaults and print the resolved configuration"
+    )
+    _config_arguments(resolve)
+    resolve.add_argument("--output", type=Path, help="write the resolved values here instead of printing")
+    resolve.add_argument("--strict", action="store_true", help="refuse placeholder paths")
+    diff = add(config, "diff", _config_diff, "compare two configurations field by field")
+    diff.add_argument("a", type=Path)
+    diff.add_argument("b", type=Path)
+    diff.add_argument("--json", action="store_true", help="print JSON")
+    add(config, "reference", _config_reference, "print the reference of every configuration key as Markdown")
+
+    data = add_group("data", "make, pack and inspect data sets")
+    synthesize = add(data, "synthesize", _data_synthesize, "render the tiny world into raw-WDS shards")
+    synthesize.add_argument(
+        "--spec", required=True, help="JSON object: rooms, train_clips, test_clips, frames, ..."
+    )
+    synthesize.add_argument("--out", type=Path, required=True, help="artifact directory")
+    pack = add(data, "pack", _data_pack, "turn a folder of videos with sidecars into raw-WDS shards")
+    pack.add_argument("source", type=Path, help="folder of videos with sidecars")
+    pack.add_argument("--out", type=Path, required=True, help="artifact directory")
+    add_pack_arguments(pack)
+    inspect = add(data, "inspect", _data_inspect, "counts and digests of an index")
+    inspect.add_argument("index", type=Path)
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    assets = add_group("assets", "base weights")
+    tiny = add(assets, "tiny", _assets_tiny, "build the tiny base model as a diffusers pipeline folder")
+    tiny.add_argument("--architecture", default="wan22-tiny", help="name under config/models")
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.add_argument("--out", type=Path, required=True, help="artifact directory")
+
+    report = add_group("report", "what a run produced")
+    completion = add(report, "completion", _report_completion, "write the completion report of a run")
+    completion.add_argument("run", type=Path, help="run directory")
+    completion.add_argument("--out", type=Path, required=True, help="completion-report.md")
+    gallery = add(report, "gallery", _report_gallery, "write the self-contained HTML gallery")
+    gallery.add_argument("results", type=Path, help="results root")
+    gallery.add_argument("--out", type=Path, required=True, help="gallery.html")
+    gallery.add_argument("--title", default="SolarWM results")
+    gallery.add_argument("--graph", type=Path, help="`snakemake --rulegraph` output to draw")
+    graph = add(report, "graph", _report_graph, "draw `snakemake --rulegraph` output (stdin) as SVG")
+    graph.add_argument("--out", type=Path, required=True, help="SVG file")
+
+    environment = add_group("environment", "facts about this machine")
+    add(environment, "probe", _environment_probe, "print versions and devices as JSON")
+    return parser
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, required=True, help="recipe, run configuration or resolved-config.json"
+    )
+    parser.add_argument(
+        "--overlay",
+        type=Path,
+        action="append",
+        default=[],
+        help="partial configuration merged over --config; repeatable",
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key; repeatable",
+    )
+
+
+def _load(arguments: argparse.Namespace, action: str | None = None) -> Any:
+    from solarwm_lib.config.load import load
+
+    resolved = load(arguments.config, overlays=arguments.overlay, sets=arguments.sets)
+    if action is not None and resolved.config.action != action:
+        raise ConfigError(
+            f"{arguments.config}: action is {resolved.config.action!r}, but the command is `solarwm {action}`; "
+            f"use `solarwm {resolved.config.action}` or change the key `action`"
+        )
+    return resolved
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    resolved = _load(arguments, "train")
+    from solarwm_lib.runtime.launch import launch
+
+    return launch("train", resolved, until_step=arguments.until_step)
+
+
+def _infer(arguments: argparse.Namespace) -> int:
+    resolved = _load(arguments, "infer")
+    from solarwm_lib.runtime.launch import launch
+
+    return launch("infer", resolved)
+
+
+def _preflight(arguments: argparse.Namespace) -> None:
+    resolved = _load(arguments, "train")
+    from solarwm_lib.training.preflight import preflight
+
+    preflight(resolved, arguments.out)
+
+
+def _freeze_plan(arguments: argparse.Namespace) -> None:
+    resolved = _load(arguments)
+    from solarwm_lib.inference.plan import freeze_plan
+
+    freeze_plan(resolved, arguments.out)
+
+
+def _validate(arguments: argparse.Namespace) -> None:
+    resolved = _load(arguments)
+    from solarwm_lib.inference.validation import validate
+
+    validate(resolved, arguments.checkpoint, arguments.plan, arguments.pass_name, arguments.out)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    if len(arguments.artifacts) < 2:
+        raise ConfigError(f"compare needs two or more artifacts, found {len(arguments.artifacts)}")
+    from solarwm_lib.inference.comparison import compare
+
+    compare(arguments.artifacts, arguments.out)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.artifacts import verify
+
+    artifact = verify(arguments.path, deep=arguments.deep)
+    size = sum(member.bytes for member in artifact.members)
+    depth = "sizes and SHA-256" if arguments.deep else "sizes (use --deep for SHA-256)"
+    print(
+        f"ok {artifact.path}: {artifact.schema}, {len(artifact.members)} members, {size} bytes, checked {depth}"
+    )
+
+
+def _lineage(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.artifacts import format_lineage, lineage, lineage_json
+
+    nodes = lineage(arguments.path)
+    if arguments.json:
+        _print_json(lineage_json(nodes))
+    else:
+        print(format_lineage(nodes))
+
+
+def _config_routes(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.config.routes import format_table, table
+
+    if arguments.json:
+        _print_json(table())
+    else:
+        print(format_table())
+
+
+def _config_resolve(arguments: argparse.Namespace) -> None:
+    resolved = _load(arguments)
+    from solarwm_lib.config.load import placeholders, write_resolved
+
+    found = placeholders(resolved.values)
+    if found and arguments.strict:
+        raise ConfigError(f"placeholder paths in {', '.join(found)}; set them to real paths")
+    for key in found:
+        print(f"solarwm: warning: {key} holds a placeholder path", file=sys.stderr)
+    if arguments.output:
+        write_resolved(resolved, arguments.output)
+    else:
+        _print_json(
+            {
+                "source": resolved.source,
+                "source_digest": resolved.source_digest,
+                "semantic_digest": resolved.semantic_digest,
+                "full_digest": resolved.full_digest,
+                "route": resolved.route.key,
+                "deviations": resolved.deviations,
+                "config": resolved.values,
+            }
+        )
+
+
+def _config_diff(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.config.identity import diff, format_diff
+    from solarwm_lib.config.load import load
+
+    differences = diff(load(arguments.a).values, load(arguments.b).values)
+    if arguments.json:
+        _print_json([difference._asdict() for difference in differences])
+    else:
+        print(format_diff(differences))
+
+
+def _config_reference(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.config.schema import reference_markdown
+
+    print(reference_markdown(), end="")
+
+
+def _data_synthesize(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.data.synthetic import SynthSpec, synthesize
+
+    synthesize(arguments.out, SynthSpec.from_json(arguments.spec))
+
+
+def _data_pack(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.data.pack import pack
+    from solarwm_lib.data.pack_options import from_arguments
+
+    pack(arguments.source, arguments.out, from_arguments(arguments))
+
+
+def _data_inspect(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.data.inspect import inspect
+
+    facts = inspect(arguments.index)
+    if arguments.json:
+        _print_json(facts)
+    else:
+        for key, value in facts.items():
+            print(f"{key:28} {value}")
+
+
+def _assets_tiny(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.backbones.tiny import build_tiny_assets
+    from solarwm_lib.config.architectures import load_architecture
+
+    build_tiny_assets(arguments.out, load_architecture(arguments.architecture), arguments.seed)
+
+
+def _report_completion(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.report.completion import write_completion_report
+
+    write_completion_report(arguments.run, arguments.out)
+
+
+def _report_gallery(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.report.gallery import build
+
+    build(arguments.results, arguments.out, title=arguments.title, graph=arguments.graph)
+    print(f"gallery: {arguments.out.resolve()}")
+
+
+def _report_graph(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.artifacts import write_atomic
+    from solarwm_lib.report.graph_picture import svg_from_dot
+
+    write_atomic(arguments.out, svg_from_dot(sys.stdin.read()).encode())
+
+
+def _environment_probe(arguments: argparse.Namespace) -> None:
+    from solarwm_lib.runtime.environment import probe
+
+    _print_json(probe())

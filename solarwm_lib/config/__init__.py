@@ -1,0 +1,1 @@
+"""Configuration: schema, routes, geometry, loading and identity. Imports neither torch nor numpy."""

@@ -1,0 +1,1 @@
+"""Generation, validation, comparison: one path from (checkpoint, frozen plan, pass) to videos and metrics."""

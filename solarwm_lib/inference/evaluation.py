@@ -1,0 +1,433 @@
+"""One pass of one checkpoint over a frozen plan: what it is, who does which slot, and every slot to its end.
+
+`validate` and `infer` both run this; they differ in where the result is published.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from solarwm_lib import artifacts
+from solarwm_lib.inference.generate import (
+    Request,
+    Sampling,
+    decode,
+    load_models,
+    reconstruct,
+    sample_all,
+)
+from solarwm_lib.inference.latents import LatentStore, slot_name
+from solarwm_lib.inference.plan import check_plan
+from solarwm_lib.inference.slots import METRIC_COLUMNS, Slot, csv_text, measure, members_of
+from solarwm_lib.runtime import errors
+from solarwm_lib.runtime.errors import ConfigError, DataError, NonFiniteError, Preempted, SolarError
+from solarwm_lib.runtime.files import json_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from solarwm_lib.backbones.codec import Codec
+    from solarwm_lib.config.load import Resolved
+    from solarwm_lib.data.dataset import Sample
+    from solarwm_lib.training.topology import Topology
+
+CHECKPOINT_SCHEMA = "solarwm.checkpoint.v1"
+SUMMARY_SCHEMA = "solarwm.validation-summary.v1"
+KEPT_FAILURES = 8
+COMPLETE, PARTIAL, FAILED = "complete", "partial", "failed"
+# A checkpoint and the run that samples it must agree on each of these (pain D7, F5).
+CONTRACT = (
+    "model.family",
+    "model.architecture",
+    "model.timestep_shift",
+    "model.camera_attention_mode",
+    "model.camera_translation_transform",
+    "model.camera_intrinsics_mode",
+    "model.text_length",
+    "data.pixel_frames",
+    "data.height",
+    "data.width",
+    "data.fps",
+    "train.stage",
+    "train.causal_mode",
+    "train.objective",
+)
+
+
+class Clips(Protocol):
+    """The part of `RawClips` that evaluation uses."""
+
+    def case(self, row_ordinal: int, start_frame: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """A pass of a checkpoint over a plan; `chosen` restricts it to some slots, the others are skipped."""
+
+    resolved: Resolved
+    plan: dict[str, Any]
+    settings: Any
+    checkpoint: artifacts.Artifact
+    chosen: frozenset[int] | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.resolved.config
+
+    @property
+    def sampling(self) -> Sampling:
+        """The pass's sampling; ConfigError when its length is not that of the plan's cases."""
+        wanted, have = (
+            self.settings.rollout_latent_frames or self.plan["latent_frames"],
+            self.plan["latent_frames"],
+        )
+        if wanted != have:
+            raise ConfigError(
+                f"validation.passes {self.settings.name!r}: rollout_latent_frames is {wanted}, a bidirectional pass "
+                f"generates the {have} latent frames of its cases; leave it out or change data.pixel_frames"
+            )
+        return Sampling(
+            self.settings.mode,
+            self.settings.solver,
+            self.settings.num_inference_steps,
+            self.config.model.timestep_shift,
+            have,
+        )
+
+    @property
+    def weights_id(self) -> str:
+        return f"{self.checkpoint.path.name}@{self.checkpoint.digest[:16]}#{self.settings.weights}"
+
+    @property
+    def title(self) -> str:
+        """The pass as a caption."""
+        camera = "" if self.settings.camera == "recorded" else f", {self.settings.camera} camera"
+        s = self.settings
+        return f"{s.name} ({s.weights}, {s.solver} {s.num_inference_steps}{camera})"
+
+    def identity(self) -> dict[str, Any]:
+        """Everything the latents depend on; no path, world size or batch layout."""
+        return {
+            "plan_digest": self.plan["payload_digest"],
+            "checkpoint_digest": self.checkpoint.digest,
+            "pass": {**self.settings.model_dump(), "rollout_latent_frames": self.sampling.latent_frames},
+            "timestep_shift": self.config.model.timestep_shift,
+            "timesteps": self.sampling.grid()[0],
+            "camera_translation_transform": self.config.model.camera_translation_transform,
+            **({} if self.chosen is None else {"slots": sorted(self.chosen)}),
+        }
+
+    def parents(self) -> list[Path]:
+        """The checkpoint, the data set and the base weights (codec and text encoder)."""
+        return [self.checkpoint.path, Path(self.config.data.root), Path(self.config.model.base_path)]
+
+    def donor(self, slot: int) -> dict[str, Any]:
+        """The case whose camera slot `slot` uses: its own, or the next one's when cameras are shuffled."""
+        cases = self.plan["cases"]
+        if self.settings.camera == "shuffled" and len(cases) < 2:
+            raise ConfigError(
+                f"validation.passes {self.settings.name!r}: camera 'shuffled' needs two cases or more, the plan has "
+                f"{len(cases)}; raise validation.sample_count"
+            )
+        return cases[(slot + (self.settings.camera == "shuffled")) % len(cases)]
+
+
+def prepare(
+    resolved: Resolved,
+    checkpoint: Path | str,
+    plan: dict[str, Any],
+    settings: Any,
+    slots: Sequence[int] | None = None,
+) -> PassRun:
+    """Return the pass after everything that can be refused without loading a model was checked.
+
+    Raises ConfigError when plan, checkpoint and configuration do not belong together, ArtifactError for a checkpoint
+    that is not one.
+    """
+    chosen = None if slots is None else frozenset(slots)
+    run = PassRun(resolved, plan, settings, artifacts.read(checkpoint, CHECKPOINT_SCHEMA), chosen)
+    check_plan(plan, resolved)
+    check_contract(run.checkpoint, resolved)
+    run.sampling.grid()
+    run.donor(0)
+    return run
+
+
+def find_pass(config: Any, name: str) -> Any:
+    """Return the pass `name` of `validation.passes`; ConfigError lists the names."""
+    found = {item.name: item for item in config.validation.passes}
+    if name not in found:
+        raise ConfigError(f"no pass {name!r} in validation.passes, found {', '.join(found) or 'none'}")
+    return found[name]
+
+
+def check_contract(checkpoint: artifacts.Artifact, resolved: Resolved) -> None:
+    """Raise ConfigError, naming both sides, if the weights were trained for something else than `resolved` says."""
+    from solarwm_lib.training.checkpoint import read_state
+
+    trained = read_state(checkpoint).run["config"]
+    for key in CONTRACT:
+        there, here = lookup(trained, key), lookup(resolved.values, key)
+        if there != here:
+            raise ConfigError(
+                f"{key}: checkpoint {checkpoint.path.name} was trained with {there!r}, this configuration says {here!r}; "
+                f"set {key} to {there!r} or choose another checkpoint"
+            )
+    base = artifacts.read(resolved.config.model.base_path)
+    if checkpoint.identity["assets"] != base.digest:
+        raise ConfigError(
+            f"model.base_path: checkpoint {checkpoint.path.name} was trained on base weights "
+            f"{checkpoint.identity['assets'][:16]}, {base.path} holds {base.digest[:16]}; codec and text encoder must be "
+            "those of training"
+        )
+
+
+def lookup(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, None if there is none."""
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return None
+        values = values[part]
+    return values
+
+
+def run_pass(
+    run: PassRun, clips: Clips, latents_dir: Path, topology: Topology, device: torch.device
+) -> Iterator[list[Slot]]:
+    """Yield finished slots, one wave (a slot per rank) at a time; every rank sees all of them.
+
+    Sampling comes first and its latents are kept in `latents_dir` before anything is decoded; latents found there are
+    used. No failure of a slot leaves this function; each ends in its manifest.
+    """
+    slots = [Slot(case) for case in run.plan["cases"]]
+    mine = {slot.case["slot"]: slot for slot in slots[topology.rank :: topology.world_size]}
+    codec, available = _sample(run, clips, mine, latents_dir, topology, device)
+    with _progress(run, topology, len(slots), "decoding") as bar:
+        for start in range(0, len(slots), topology.world_size):
+            slot = mine.get(start + topology.rank)
+            if slot is not None and slot.status != "error" and (number := slot.case["slot"]) in available:
+                _guarded(slot, functools.partial(_finish, slot, run, clips, codec, device, available[number]))
+            wave = [other for other in gather_objects(slot) if other is not None]
+            bar.update(len(wave))
+            yield wave
+
+
+def _sample(
+    run: PassRun,
+    clips: Clips,
+    mine: Mapping[int, Slot],
+    latents_dir: Path,
+    topology: Topology,
+    device: torch.device,
+) -> tuple[Codec, dict[int, torch.Tensor]]:
+    """Return the codec and slot -> latents. The backbone ends here: decoding beside it is what runs out of memory."""
+    store = LatentStore(latents_dir, run.identity(), run.parents())
+    wanted = {number: slot for number, slot in mine.items() if run.chosen is None or number in run.chosen}
+    requests = [_guarded(slot, functools.partial(request_of, run, clips, slot)) for slot in wanted.values()]
+    kept = {number: store.load(number) for number in wanted}
+    available = {number: tensor for number, tensor in kept.items() if tensor is not None}
+    todo = [request for request in requests if request is not None and request.slot not in available]
+    models = load_models(run.config, run.checkpoint.path, run.settings.weights, run.weights_id, device)
+    with _progress(run, topology, len(todo), "sampling") as bar:
+        for request, outcome, seconds in sample_all(models, todo, run.sampling):
+            slot = mine[request.slot]
+            slot.timings["sample"] = seconds
+            slot.facts["numerics"] = models.numerics()
+            if isinstance(outcome, Exception):
+                slot.fail(outcome)
+            else:
+                store.publish(request.slot, outcome)
+                available[request.slot] = outcome
+            bar.update()
+    return models.codec, available
+
+
+def _progress(run: PassRun, topology: Topology, total: int, phase: str) -> tqdm:
+    """Return a bar on the terminal of rank 0; nothing where output is a file."""
+    shown = None if run.config.runtime.progress and topology.is_main else True
+    return tqdm(total=total, desc=f"{phase} {run.settings.name}", unit="slot", disable=shown)
+
+
+def request_of(run: PassRun, clips: Clips, slot: Slot) -> Request:
+    """Materialise a case; DataError if the data no longer are what the plan froze."""
+    begun = time.perf_counter()
+    case, donor = slot.case, run.donor(slot.case["slot"])
+    sample = _materialise(clips, case)
+    other = sample if donor is case else _materialise(clips, donor)
+    slot.facts["camera"] = {"slot": donor["slot"], "sample_id": donor["sample_id"]}
+    slot.timings["prepare"] = time.perf_counter() - begun
+    return Request(
+        slot=case["slot"],
+        prompt=case["prompt"],
+        first_frame=sample.frames[0].copy(),
+        w2c=other.w2c,
+        intrinsics=other.intrinsics,
+        noise_key=(case["noise_seed"], case["sample_id"], case["occurrence"]),
+    )
+
+
+def _materialise(clips: Clips, case: Mapping[str, Any]) -> Sample:
+    sample = clips.case(case["row_ordinal"], case["start_frame"])
+    found = {"sample_id": sample.sample_id, "prompt": sample.caption, "start_frame": sample.start_frame}
+    for name, value in found.items():
+        if value != case[name]:
+            raise DataError(
+                f"slot {case['slot']}: {name} is {value!r}, the frozen plan says {case[name]!r}; the test index changed "
+                "after the plan was frozen"
+            )
+    return sample
+
+
+def _finish(
+    slot: Slot, run: PassRun, clips: Clips, codec: Codec, device: torch.device, latents: torch.Tensor
+) -> None:
+    slot.facts["latents"] = latent_statistics(latents)
+    truth = _materialise(clips, slot.case).frames
+    begun = time.perf_counter()
+    pixels, complaint = decode(codec, latents, len(truth), device)
+    slot.timings["decode"] = time.perf_counter() - begun
+    if complaint:
+        slot.fail(NonFiniteError(complaint))
+    begun = time.perf_counter()
+    measure(slot, truth, pixels, reconstruct(codec, truth, device), run.plan["fps"], run.title)
+    slot.timings["measure"] = time.perf_counter() - begun
+
+
+def latent_statistics(latents: torch.Tensor) -> dict[str, Any]:
+    """Return finite fraction, and mean and standard deviation of the finite values, of one clip's latents."""
+    values = latents.numpy()
+    finite = values[np.isfinite(values)]
+    return {
+        "shape": list(values.shape),
+        "finite_fraction": finite.size / values.size,
+        "mean": float(finite.mean()) if finite.size else None,
+        "std": float(finite.std()) if finite.size else None,
+    }
+
+
+def _guarded(slot: Slot, work: Callable[[], Any]) -> Any:
+    """Run `work`; what it raises becomes the slot's failure, except a request to stop."""
+    try:
+        return work()
+    except Preempted:
+        raise
+    except Exception as error:
+        slot.fail(error)
+        return None
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the (picklable) `value` of every rank, in rank order."""
+    from solarwm_lib.training.collectives import world_size
+
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@dataclass
+class PassWriter:
+    """Writes a pass into an open transaction as its slots finish, and its tables at the end.
+
+    `prefix` is the folder of the pass inside the artifact, empty or ending in `/`. Only manifests stay in memory.
+    """
+
+    run: PassRun
+    write: Callable[[str, bytes], None]
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.evidence: dict[str, bytes] = {}
+        self.manifests: list[dict[str, Any]] = []
+
+    def shared(self) -> dict[str, Any]:
+        """The facts every slot manifest of the pass repeats."""
+        plan = self.run.plan
+        return {
+            "run": self.run.config.name,
+            "plan_digest": plan["payload_digest"],
+            "weights_id": self.run.weights_id,
+            "pass": self.run.settings.model_dump(),
+            **{key: plan[key] for key in ("fps", "pixel_frames", "latent_frames", "height", "width")},
+        }
+
+    def extend(self, slots: Sequence[Slot]) -> None:
+        """Write several finished slots."""
+        for slot in slots:
+            self.add(slot)
+
+    def add(self, slot: Slot) -> None:
+        """Write one finished slot and forget its files."""
+        directory = f"{self.prefix}{slot_name(slot.case['slot'])}"
+        files = members_of(directory, slot, self.shared())
+        for member, data in files.items():
+            self.write(member, data)
+        if slot.failure and sum(bool(other.failure) for other in self.slots) < KEPT_FAILURES:
+            self.evidence |= files
+        self.manifests.append(slot.manifest(self.shared()))
+        slot.members = {}
+        self.slots.append(slot)
+
+    def finish(self) -> dict[str, Any]:
+        """Write `ordered-manifest.jsonl`, `metrics.csv` and `summary.json`; return the summary."""
+        self.slots.sort(key=lambda slot: slot.case["slot"])
+        self.manifests.sort(key=lambda manifest: manifest["slot"])
+        lines = "".join(json.dumps(m, sort_keys=True, ensure_ascii=False) + "\n" for m in self.manifests)
+        self.write(f"{self.prefix}ordered-manifest.jsonl", lines.encode())
+        table = csv_text(METRIC_COLUMNS, [slot.row() for slot in self.slots])
+        self.write(f"{self.prefix}metrics.csv", table.encode())
+        summary = self.summary()
+        self.write(f"{self.prefix}summary.json", json_bytes(summary))
+        return summary
+
+    def summary(self) -> dict[str, Any]:
+        """Return status, counts, means over the slots that are ok, and the failed slots with their reasons."""
+        good = [slot.metrics for slot in self.slots if slot.metrics]
+        failed = [slot for slot in self.slots if slot.failure]
+        status = FAILED if not good else COMPLETE if len(good) == len(self.run.plan["cases"]) else PARTIAL
+        return {
+            **self.shared(),
+            "schema": SUMMARY_SCHEMA,
+            "status": status,
+            "title": self.run.title,
+            "slots": {
+                "total": len(self.run.plan["cases"]),
+                "ok": len(good),
+                "error": len(failed),
+                "skipped": len(self.run.plan["cases"]) - len(good) - len(failed),
+            },
+            "means": {name: float(np.mean([m[name] for m in good])) for name in (good[0] if good else ())},
+            "failed": [
+                {"slot": slot.case["slot"], "sample_id": slot.case["sample_id"], **slot.failure.record()}
+                for slot in failed
+                if slot.failure
+            ],
+        }
+
+
+def first_failure(summaries: Sequence[Mapping[str, Any]], where: str) -> SolarError:
+    """Return the error to raise when no slot of any pass succeeded: of the first failure's class and exit code."""
+    first = summaries[0]["failed"][0]
+    kinds = {
+        kind.exit_code: kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, SolarError)
+    }
+    total = sum(summary["slots"]["total"] for summary in summaries)
+    return kinds.get(first["exit_code"], SolarError)(
+        f"all {total} slots failed; the first, {first['sample_id']!r}: {first['message']} (manifests: {where})"
+    )

@@ -1,0 +1,1 @@
+"""Training objectives; each sees a backbone only through `backbones.protocol.Backbone`."""

@@ -1,0 +1,160 @@
+"""Preflight: everything a long run will do, once and small, before it may start.
+
+Two optimizer steps on the run's real topology, a checkpoint written, read back and compared bit for bit, one validation
+slot sampled from it. What breaks after hours (the save path, the sampler, the disk) breaks here, and the report says
+what the run will cost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from solarwm_lib import artifacts
+from solarwm_lib.artifacts import Artifact, Transaction
+from solarwm_lib.runtime.launch import refuse_before_start
+from solarwm_lib.training import setup
+from solarwm_lib.training.topology import Topology
+
+if TYPE_CHECKING:
+    from solarwm_lib.config.load import Resolved
+
+SCHEMA = "solarwm.preflight.v1"
+STEPS = 2
+REPORT = "report.json"
+
+
+def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
+    """Publish the preflight of a run at `out_dir`; one that is there and of the same identity is returned.
+
+    Works in the hidden sibling `.NAME.scratch`, which stays for inspection if something fails and is removed by the
+    next attempt. Raises whatever the run itself would raise.
+    """
+    refuse_before_start(resolved)
+    target = Path(out_dir)
+    scratch = target.with_name(f".{target.name}.scratch")
+    run = setup.open_run(resolved, scratch)
+    topology, identity = run.topology, run.identity
+
+    from solarwm_lib.training import collectives, metrics, train
+
+    with collectives.process_group(topology):
+        published = collectives.on_main(topology, lambda: _reissue_or_clear(target, identity, scratch))
+        if published is not None:
+            return published
+        started = time.perf_counter()
+        checkpoint = train.run(resolved, run_dir=scratch, until_step=STEPS, check_reload=True)
+        training_seconds = time.perf_counter() - started
+        validation = _validate_one_slot(resolved, checkpoint, scratch, topology)
+
+        def publish() -> Artifact:
+            records = metrics.read(scratch / metrics.FILE)
+            report = _report(
+                resolved, topology, checkpoint, records[-1], training_seconds, validation, target
+            )
+            with Transaction(target, SCHEMA, identity, run.inputs.paths) as transaction:
+                transaction.write_json(REPORT, report)
+                transaction.write_bytes(metrics.FILE, (scratch / metrics.FILE).read_bytes())
+            shutil.rmtree(scratch)
+            print(_summary(report))
+            return transaction.artifact
+
+        return collectives.on_main(topology, publish)
+
+
+def _reissue_or_clear(target: Path, identity: dict[str, Any], scratch: Path) -> Artifact | None:
+    published = artifacts.reissue(target, SCHEMA, identity)
+    if published is None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    return published
+
+
+def _validate_one_slot(
+    resolved: Resolved, checkpoint: Artifact, scratch: Path, topology: Topology
+) -> dict[str, Any] | None:
+    """Sample slot 0 of one pass (a live one if there is any) from `checkpoint`; None if the run has no passes."""
+    from solarwm_lib.inference.plan import freeze_plan
+    from solarwm_lib.inference.validation import validate
+    from solarwm_lib.training.collectives import on_main
+
+    passes = resolved.config.validation.passes
+    if not passes:
+        return None
+    chosen = next((item for item in passes if item.weights == "live"), passes[0])
+    plan = Path(resolved.config.runtime.output_dir) / "validation" / "frozen-plan.json"
+    if not on_main(topology, plan.is_file):
+        plan = scratch / "frozen-plan.json"
+        on_main(topology, lambda: (freeze_plan(resolved, plan), None)[1])
+    started = time.perf_counter()
+    artifact = validate(resolved, checkpoint.path, plan, chosen.name, scratch / "validation", slots=[0])
+    summary = json.loads(artifact.file("summary.json").read_bytes())
+    return {
+        "pass": chosen.name,
+        "seconds": time.perf_counter() - started,
+        "num_inference_steps": chosen.num_inference_steps,
+        "means": summary["means"],
+    }
+
+
+def _report(
+    resolved: Resolved,
+    topology: Topology,
+    checkpoint: Artifact,
+    last_step: dict[str, Any],
+    training_seconds: float,
+    validation: dict[str, Any] | None,
+    target: Path,
+) -> dict[str, Any]:
+    """What was measured and what the whole run is estimated to need.
+
+    The last step is the measured one: the first also pays for warming up.
+    """
+    config = resolved.config
+    saves = math.ceil(config.train.max_steps / config.checkpoint.save_every_steps)
+    free = shutil.disk_usage(target.parent).free
+    # Published checkpoints stay; rolling saves come on top, one more than are kept while a new one is written.
+    disk = checkpoint.bytes * (saves + config.checkpoint.keep_rolling + 1)
+    return {
+        "schema": SCHEMA,
+        "measured": {
+            "steps": STEPS,
+            "step_seconds": last_step["step_seconds"],
+            "data_seconds": last_step["data_seconds"],
+            "samples_per_second": last_step["samples_per_second"],
+            "memory_bytes": last_step["memory_bytes"],
+            "loss": last_step["loss"],
+            "gradient_norm": last_step["gradient_norm"],
+            "training_seconds": training_seconds,
+            "checkpoint_bytes": checkpoint.bytes,
+            "checkpoint_reloaded": "bit-equal",
+            "free_bytes": free,
+            "world_size": topology.world_size,
+            "validation": validation,
+        },
+        "estimated": {
+            "train_hours": config.train.max_steps * last_step["step_seconds"] / 3600.0,
+            "checkpoints": saves,
+            "disk_bytes": disk,
+            "disk_suffices": disk <= free,
+        },
+    }
+
+
+def _summary(report: dict[str, Any]) -> str:
+    measured, estimated = report["measured"], report["estimated"]
+    short = (
+        ""
+        if estimated["disk_suffices"]
+        else "  WARNING: more than is free; raise checkpoint.save_every_steps"
+    )
+    return (
+        f"preflight ok: {measured['step_seconds']:.2f} s/step, {measured['memory_bytes'] / 2**20:.0f} MiB, checkpoint "
+        f"{measured['checkpoint_bytes'] / 2**20:.1f} MiB reloaded bit-equal; estimated {estimated['train_hours']:.2f} h, "
+        f"{estimated['disk_bytes'] / 2**30:.2f} GiB for {estimated['checkpoints']} checkpoints, "
+        f"{measured['free_bytes'] / 2**30:.1f} GiB free{short}"
+    )

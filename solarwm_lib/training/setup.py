@@ -1,0 +1,257 @@
+"""From a resolved configuration to the parts of a trainer: what is refused, what is loaded, what identifies the run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from solarwm_lib import artifacts
+from solarwm_lib.artifacts import Artifact
+from solarwm_lib.runtime.errors import ArtifactError, ConfigError
+from solarwm_lib.training.topology import BatchPlan, Topology, from_environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from solarwm_lib.backbones.protocol import Backbone
+    from solarwm_lib.backbones.wan22 import Wan22
+    from solarwm_lib.config.load import Resolved
+    from solarwm_lib.training.batches import Batches
+    from solarwm_lib.training.loop import Learner, Objective
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The published artifacts a run is made from; their digests, not their paths, are its identity."""
+
+    dataset: Artifact
+    assets: Artifact
+    initial: Artifact | None
+
+    @property
+    def paths(self) -> list[Path]:
+        """Directories, as parents of what the run publishes."""
+        return [a.path for a in (self.dataset, self.assets, self.initial) if a is not None]
+
+
+def refuse_unsupported(resolved: Resolved) -> None:
+    """Raise ConfigError for what the schema can say but this trainer cannot do."""
+    config = resolved.config
+    problems = (
+        (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only Stage0.5 of wan22_ti2v_5b trains"),
+        (config.data.encoding != "online", f"data.encoding {config.data.encoding}", "use online"),
+        (config.data.transport.kind != "local", f"data.transport.kind {config.data.transport.kind}", "use local"),
+        (config.train.strategy != "replicate", f"train.strategy {config.train.strategy}", "use replicate"),
+        (config.distributed.sequence_parallel_size != 1,
+         f"distributed.sequence_parallel_size {config.distributed.sequence_parallel_size}", "use 1"),
+        (config.train.timestep_mode != "uniform_per_video",
+         f"train.timestep_mode {config.train.timestep_mode}", "use uniform_per_video"),
+    )  # fmt: skip
+    for refused, found, remedy in problems:
+        if refused:
+            raise ConfigError(f"{found} cannot be trained by this version; {remedy}")
+
+
+def topology_of(resolved: Resolved) -> tuple[Topology, BatchPlan]:
+    """Return this process's place and the deal of the global batch; ConfigError before anything is allocated."""
+    config = resolved.config
+    topology = from_environment(
+        os.environ, config.distributed.world_size, config.distributed.sequence_parallel_size
+    )
+    plan = BatchPlan(
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+        config.train.gradient_accumulation_steps,
+        topology.data_world_size,
+    )
+    return topology, plan
+
+
+def read_inputs(resolved: Resolved) -> Inputs:
+    """Read the markers of data set, base assets and, for a run that starts from one, the initial checkpoint."""
+    from solarwm_lib.training.checkpoint import SCHEMA
+
+    config = resolved.config
+    initial = None
+    if config.checkpoint.mode in ("weights_only", "full_resume"):
+        initial = artifacts.read(Path(config.checkpoint.path), SCHEMA)
+    return Inputs(
+        artifacts.read(Path(config.data.root)), artifacts.read(Path(config.model.base_path)), initial
+    )
+
+
+def identity_of(resolved: Resolved, inputs: Inputs) -> dict[str, Any]:
+    """Return what makes two checkpoints of the same step interchangeable."""
+    return {
+        "semantic_digest": resolved.semantic_digest,
+        "dataset": inputs.dataset.digest,
+        "assets": inputs.assets.digest,
+        "initial": inputs.initial.digest if inputs.initial else None,
+    }
+
+
+def refuse_other_identity(found: Artifact, wanted: dict[str, Any]) -> None:
+    """Raise ArtifactError with both digests if `found` was trained by another configuration or from other inputs."""
+    held = {key: found.identity.get(key) for key in wanted}
+    if held == wanted:
+        return
+    differences = "; ".join(artifacts.identity_diff(held, wanted))
+    raise ArtifactError(
+        f"{found.path}: cannot be continued by this run: {differences}. Restore the data set, assets or setting it was "
+        f"trained with, or use a new run name (runtime.output_dir)"
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as one process sees it: configuration, directory, place in the world, inputs and identity."""
+
+    resolved: Resolved
+    run_dir: Path
+    topology: Topology
+    plan: BatchPlan
+    inputs: Inputs
+    identity: dict[str, Any]
+
+
+def open_run(resolved: Resolved, run_dir: Path) -> Run:
+    """Check all that can be checked without torch, and return the run; nothing is allocated or written."""
+    refuse_unsupported(resolved)
+    topology, plan = topology_of(resolved)
+    inputs = read_inputs(resolved)
+    return Run(resolved, run_dir, topology, plan, inputs, identity_of(resolved, inputs))
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Make CPU results a function of inputs, versions and thread count alone; on CUDA equality is within tolerance."""
+    import torch
+
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory finds reads of uninitialised values; it costs a pass over every buffer.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def build_backbone(resolved: Resolved, device: torch.device) -> Wan22:
+    """Load the float32 base weights in training mode."""
+    from solarwm_lib.backbones.wan22 import Wan22
+    from solarwm_lib.config.architectures import load_architecture
+
+    config = resolved.config
+    architecture = load_architecture(config.model.architecture)
+    backbone = Wan22.from_pretrained(config.model.base_path, architecture, config.model).to(device)
+    backbone.train().requires_grad_(True)
+    if config.train.activation_checkpointing:
+        backbone.transformer.enable_gradient_checkpointing()  # type: ignore[attr-defined]
+    return backbone
+
+
+def build_learner(resolved: Resolved, backbone: Backbone, initial: Artifact | None) -> Learner:
+    """Return parameters, optimizer and average at step 0, from base weights or from `initial` (weights_only)."""
+    from functools import partial
+
+    from solarwm_lib.training import checkpoint, optim
+    from solarwm_lib.training.ema import Ema, EmaCadence
+    from solarwm_lib.training.loop import Learner
+
+    train = resolved.config.train
+    parameters = dict(backbone.trainable())
+    ema_weights = None
+    if initial is not None and resolved.config.checkpoint.mode == "weights_only":
+        live_role, ema_role = _weight_roles(resolved.config.checkpoint.weights)
+        source_step = resolved.config.checkpoint.source_step
+        ema_weights = checkpoint.load_weights(initial.path, ema_role, parameters, source_step)
+        live = (
+            ema_weights
+            if live_role == ema_role
+            else checkpoint.load_weights(initial.path, live_role, parameters, source_step)
+        )
+        checkpoint.copy_into(parameters, live)
+    cadence = EmaCadence(
+        train.ema.decay, train.ema.start_step, train.ema.update_every, train.ema.warmup_steps
+    )
+    ema = Ema.of(parameters, cadence)
+    if ema_weights is not None:
+        checkpoint.copy_into(ema.shadow, ema_weights)
+    settings = train.optimizer
+    optimizer = optim.adamw(
+        parameters.values(),
+        learning_rate=settings.learning_rate,
+        betas=(settings.betas[0], settings.betas[1]),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    schedule = partial(
+        optim.learning_rate,
+        base=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        total_steps=train.max_steps,
+        minimum_ratio=settings.min_learning_rate_ratio,
+    )
+    return Learner(parameters, optimizer, ema, schedule, settings.gradient_clip)
+
+
+def _weight_roles(weights: Any) -> tuple[str, str]:
+    """Return (source of live, source of EMA) from checkpoint.weights: one role for both, or a pair."""
+    if isinstance(weights, str):
+        return weights, weights
+    if isinstance(weights, list | tuple) and len(weights) == 2:
+        return weights[0], weights[1]
+    raise ConfigError(
+        f"checkpoint.weights is {weights!r}; weights_only needs live, ema or a pair [source of live, source of EMA]"
+    )
+
+
+def build_batches(resolved: Resolved, device: torch.device) -> Batches:
+    """Open the training index and the frozen encoders."""
+    from solarwm_lib.backbones.codec import load_codec
+    from solarwm_lib.backbones.text import TextEncoder
+    from solarwm_lib.data.dataset import RawClips
+    from solarwm_lib.training.batches import Batches
+
+    config = resolved.config
+    clips = RawClips(config.data.root, config.data.train_index, config.data, config.data.decoded_cache_gib)
+    codec = load_codec(config.model.base_path)
+    codec.vae.to(device)
+    text = TextEncoder.from_pretrained(config.model.base_path, config.model.text_length)
+    text.encoder.to(device)
+    return Batches(
+        clips,
+        codec,
+        text,
+        device,
+        latent_cache_bytes=int(config.data.decoded_cache_gib * 2**30),
+        workers=config.data.num_workers,
+    )
+
+
+def build_objective(resolved: Resolved, backbone: Backbone, device: torch.device) -> Objective:
+    """Return the loss of a micro-batch under Stage0.5 flow matching; all its randomness is keyed by sample index."""
+    import torch
+
+    from solarwm_lib.objectives import flow_matching
+    from solarwm_lib.training.batches import Batch
+    from solarwm_lib.training.loop import Loss
+
+    config = resolved.config
+    table = flow_matching.schedule(config.model.timestep_shift, config.train.num_train_timesteps)
+    lower_precision = config.train.precision == "bfloat16"
+
+    def objective(batch: Batch) -> Loss:
+        draws = flow_matching.draw(
+            tuple(batch.latents.shape[1:]),
+            seed=config.data.seed,
+            global_sample_indices=batch.indices,
+            global_batch_size=config.train.global_batch_size,
+            image_condition_dropout=config.train.image_condition_dropout,
+            num_train_timesteps=config.train.num_train_timesteps,
+        )
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=lower_precision):
+            output = flow_matching.loss(
+                backbone, batch.latents, batch.prompt_embeds, batch.w2c, batch.intrinsics, draws, table
+            )
+        return Loss(output.loss, output.per_sample, table.timesteps[draws.index.numpy()].tolist())
+
+    return objective

@@ -1,0 +1,211 @@
+"""Train a run up to a step: find where it stands, load that state, step, publish. Reads top to bottom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from solarwm_lib import artifacts
+from solarwm_lib.artifacts import Artifact
+from solarwm_lib.runtime.errors import ArtifactError, ConfigError, Preempted
+from solarwm_lib.runtime.process import Heartbeat, StopRequest
+from solarwm_lib.training import setup
+from solarwm_lib.training.setup import Run
+
+if TYPE_CHECKING:
+    from solarwm_lib.config.load import Resolved
+    from solarwm_lib.training.loop import Learner, Trainer
+    from solarwm_lib.training.saver import Saver
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    resolved: Resolved,
+    *,
+    run_dir: Path,
+    until_step: int | None = None,
+    resume: str = "auto",
+    check_reload: bool = False,
+) -> Artifact:
+    """Train until `until_step` (default: train.max_steps) and publish `run_dir/checkpoint_model_NNNNNN`.
+
+    Continues from the newest complete save of this run (`resume="auto"`), or refuses to if there is one
+    (`resume="never"`). A target that is already published with this identity is verified and returned at once.
+    `check_reload` reads the published checkpoint back and compares it bit for bit with the state in memory.
+    Raises Preempted (exit 75) after a rolling save when asked to stop; the same call then continues.
+    """
+    until_step = resolved.config.train.max_steps if until_step is None else until_step
+    if until_step < 1:
+        raise ConfigError(f"--until-step is {until_step}; expected at least 1")
+    run = setup.open_run(resolved, run_dir)
+
+    from solarwm_lib.training import checkpoint, loop
+    from solarwm_lib.training.collectives import on_main, process_group
+    from solarwm_lib.training.saver import Saver
+
+    target = run_dir / checkpoint.directory_name(until_step)
+    with StopRequest() as stop, process_group(run.topology) as device:
+        setup.make_deterministic(device)
+        heartbeat = Heartbeat(run_dir, run.topology.rank)
+
+        heartbeat.beat("verify", 0)
+        identity = {**run.identity, "step": until_step}
+        published = on_main(run.topology, lambda: artifacts.reissue(target, checkpoint.SCHEMA, identity))
+        if published is not None:
+            heartbeat.beat("complete", until_step)
+            return published
+        source = on_main(run.topology, lambda: find_source(run, until_step, resume))
+
+        heartbeat.beat("build", 0)
+        backbone = setup.build_backbone(resolved, device)
+        learner = setup.build_learner(resolved, backbone, run.inputs.initial)
+        history = restore(run, learner, source) if source is not None else []
+        saver = Saver(run, learner, source, history)
+        saver.require_space()
+
+        if learner.completed_steps < until_step:
+            objective = setup.build_objective(resolved, backbone, device)
+            batches = setup.build_batches(resolved, device)
+            trainer = loop.Trainer(
+                learner, objective, batches, run.plan, run.topology, run_dir, heartbeat, stop
+            )
+            fit(run, trainer, saver, until_step)
+
+        heartbeat.beat("publish", learner.completed_steps)
+        artifact = saver.publish(target)
+        if check_reload:
+            on_main(run.topology, lambda: saver.require_equal(artifact))
+        heartbeat.beat("complete", learner.completed_steps)
+        return artifact
+
+
+def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
+    """Return the deep-verified save to continue from, None to start at step 0.
+
+    The newest complete save of the run up to `until_step` wins. One that does not verify is an error, never skipped:
+    silently going back would repeat hours without anybody noticing the damage.
+    """
+    from solarwm_lib.training import checkpoint
+
+    complete, unfinished = checkpoint.candidates(run.run_dir, until_step)
+    for path in unfinished:
+        log.warning("%s has no completion marker and is ignored", path)
+    if resume == "never" and complete:
+        raise ArtifactError(
+            f"{run.run_dir}: holds {len(complete)} saves (newest {complete[0].path.name}) but a fresh start was asked "
+            f"for; use a new runtime.output_dir"
+        )
+    if not complete:
+        return _full_resume_source(run)
+    try:
+        artifact = checkpoint.open_verified(complete[0].path)
+    except ArtifactError as error:
+        older = f"; the next older one is {complete[1].path.name}" if complete[1:] else ""
+        raise ArtifactError(f"{error}; remove {complete[0].path} to go on without it{older}") from error
+    setup.refuse_other_identity(artifact, run.identity)
+    return artifact
+
+
+def _full_resume_source(run: Run) -> Artifact | None:
+    """Return the checkpoint that checkpoint.mode full_resume names, after comparing settings and inputs with it."""
+    from solarwm_lib.config.identity import flatten, semantic_view
+    from solarwm_lib.training import checkpoint
+
+    settings, initial = run.resolved.config.checkpoint, run.inputs.initial
+    if settings.mode != "full_resume" or initial is None:
+        return None
+    artifact = checkpoint.open_verified(initial.path)
+    setup.refuse_other_identity(artifact, {key: run.identity[key] for key in ("dataset", "assets")})
+    state = checkpoint.read_state(artifact)
+    if settings.source_step not in (None, state.completed_steps):
+        raise ArtifactError(
+            f"{artifact.path}: holds step {state.completed_steps}, but checkpoint.source_step is {settings.source_step}"
+        )
+    before, now = dict(flatten(state.run["config"])), semantic_view(run.resolved.values)
+    changed = [d for d in artifacts.identity_diff(before, now) if not d.startswith("checkpoint.")]
+    if changed:
+        raise ArtifactError(f"{artifact.path}: was trained with other settings: {'; '.join(changed)}")
+    return artifact
+
+
+def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]]:
+    """Load the whole state of `source` into `learner`; return its history.
+
+    Counters are compared with what the step implies, so a schedule, EMA or stream that restarted cannot go unnoticed.
+    """
+    from solarwm_lib.training import checkpoint
+
+    state = checkpoint.read_state(source)
+    step = state.completed_steps
+    implied = {
+        "step": source.identity.get("step"),
+        "ema_updates": learner.ema.cadence.updates_after(step),
+        "global_batch_size": run.plan.global_batch_size,
+        "stream_position": step * run.plan.global_batch_size,
+        "learning_rate": learner.learning_rate(step),
+    }
+    held = {
+        "step": step,
+        "ema_updates": state.ema_updates,
+        "global_batch_size": state.global_batch_size,
+        "stream_position": state.stream_position,
+        "learning_rate": state.learning_rate,
+    }
+    if differences := artifacts.identity_diff(held, implied):
+        raise ArtifactError(
+            f"{source.path}: its state does not fit step {step} of this run: {'; '.join(differences)}"
+        )
+    device = next(iter(learner.parameters.values())).device
+    slots = checkpoint.optimizer_tensors(learner.optimizer, learner.parameters)
+    for member, targets in (
+        (checkpoint.MODEL, learner.parameters),
+        (checkpoint.EMA, learner.ema.shadow),
+        (checkpoint.OPTIMIZER, slots),
+    ):
+        checkpoint.copy_into(targets, checkpoint.load_tensors(source.file(member), targets, device))
+    learner.completed_steps = step
+    learner.ema.updates = state.ema_updates
+    return state.history
+
+
+def fit(run: Run, trainer: Trainer, saver: Saver, until_step: int) -> None:
+    """Step until `until_step` with metrics, progress and rolling saves; save and raise Preempted on a stop request."""
+    from solarwm_lib.training import loop
+    from solarwm_lib.training.metrics import MetricsLog, Progress, StepRecord, plot_curves
+
+    config, learner, is_main = run.resolved.config, trainer.learner, run.topology.is_main
+    every = config.runtime.log_every_steps
+    metrics = MetricsLog(run.run_dir, learner.completed_steps) if is_main else None
+    progress = Progress(learner.completed_steps, until_step, every, config.runtime.progress and is_main)
+
+    def on_step(record: StepRecord) -> None:
+        if metrics is not None and (record.step % every == 0 or record.step == until_step):
+            metrics.append(record)
+        progress.update(record)
+
+    try:
+        every_save = config.checkpoint.rolling_save_every_steps
+        if not loop.fit(trainer, until_step, on_step, saver.rolling, every_save):
+            saver.rolling()
+            reason = trainer.stop.signal_name or "by another rank"
+            raise Preempted(
+                f"stopped after step {learner.completed_steps} of {until_step} on request ({reason}); the state is "
+                f"saved, run the same command again"
+            )
+    finally:
+        trainer.batches.close()
+        progress.close()
+        if metrics is not None:
+            metrics.close()
+            _quietly(lambda: plot_curves(run.run_dir))
+
+
+def _quietly(operation: Callable[[], Any]) -> None:
+    """Run a nicety whose failure must not hide how training ended."""
+    try:
+        operation()
+    except Exception:
+        log.warning("drawing the curves failed", exc_info=True)

@@ -1,0 +1,125 @@
+"""The workflow config as files: chains, names, refusals. No Snakemake, no torch."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from solarwm_lib import graph
+from solarwm_lib.runtime.errors import ConfigError
+
+REPO = Path(__file__).parents[2]
+SMOKE = yaml.safe_load((Path(__file__).parent / "smoke.yaml").read_text())
+
+
+def workflow(**changes):
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"].update(changes)
+    return graph.load_workflow(values, REPO)
+
+
+def test_training_is_a_chain_of_segments_ending_at_the_last_step():
+    chain = workflow(steps=5, validate_steps=[5])
+    assert chain.checkpoint_steps("smoke") == [2, 4, 5]
+    assert chain.previous_checkpoint("smoke", 2) == []
+    assert chain.previous_checkpoint("smoke", 5) == [
+        "results/runs/smoke/checkpoint_model_000004/COMPLETE.json"
+    ]
+
+
+def test_raising_the_steps_keeps_every_earlier_file_and_its_identity():
+    before, after = workflow(), workflow(steps=6)
+    assert set(before.run_checkpoints("smoke")) < set(after.run_checkpoints("smoke"))
+    assert before.identity("smoke") == after.identity("smoke")
+
+
+def test_what_follows_the_last_checkpoint_carries_its_step_in_the_name():
+    assert workflow().comparison_marker("smoke") == "results/comparisons/smoke_step_000004/COMPLETE.json"
+    assert workflow(steps=6).comparison_marker("smoke").endswith("smoke_step_000006/COMPLETE.json")
+    assert workflow().by_artifact("comparison", "smoke_step_000004") == "smoke"
+
+
+def test_a_comparison_takes_every_pass_of_the_last_validated_checkpoint():
+    inputs = workflow().comparison_inputs("smoke")
+    assert len(inputs) == len(workflow().passes("smoke")) >= 2
+    assert all("/validation/step_000004/" in path for path in inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"chekpoint_every": 2}, ["unknown key", "chekpoint_every", "checkpoint_every"]),
+        ({"recipe": "wan22_ti2v_5b/train_stage0p5_fm_81"}, ["recipe", "train_stage0p5_fm_81f"]),
+        ({"data": "rooom"}, ["runs.smoke.data", "rooom", "room"]),
+        ({"validate_steps": [3]}, ["validate_steps", "[3]", "[2, 4]"]),
+        ({"steps": 0}, ["steps"]),
+        ({"set": {"train.optimizer.learning_rat": 1e-4}}, ["learning_rate"]),
+        ({"set": {"data.pixel_frames": 80}}, ["77", "81"]),
+        ({"processes": 3}, ["global_batch_size"]),
+    ],
+)
+def test_refusals_name_the_key_and_the_nearest_valid_value(change, words):
+    with pytest.raises(ConfigError) as error:
+        workflow(**change)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_changed_identity_of_an_existing_run_is_refused_with_a_diff(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path(workflow().run_dir("smoke"))
+    run.mkdir(parents=True)
+    (run / "resolved-config.json").write_text(json.dumps(workflow().resolved["smoke"].values))
+    workflow(steps=6, threads=2)  # neither is part of the identity
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.learning_rate") as error:
+        workflow(set={"train.optimizer.learning_rate": 0.5})
+    assert "new run name" in str(error.value)
+
+
+def test_a_changed_data_set_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    marker = Path(workflow().data_marker("room"))
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({"identity": json.loads(workflow().data_spec("room"))}))
+    workflow()
+    values = copy.deepcopy(SMOKE)
+    values["data"]["room"]["train_clips"] = 7
+    with pytest.raises(ConfigError, match=r"train_clips.*6 -> 7"):
+        graph.load_workflow(values, REPO)
+
+
+def test_the_order_of_keys_changes_nothing():
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"] = dict(reversed(values["runs"]["smoke"].items()))
+    values["data"]["room"] = dict(reversed(values["data"]["room"].items()))
+    reordered = graph.load_workflow(dict(reversed(values.items())), REPO)
+    assert reordered.identity("smoke") == workflow().identity("smoke")
+    assert reordered.data_spec("room") == workflow().data_spec("room")
+
+
+def test_arguments_survive_a_shell_and_the_override_parser(tmp_path, monkeypatch):
+    import shlex
+
+    from solarwm_lib.config.load import load
+
+    odd = tmp_path / "a room's #1: é"
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    words = shlex.split(workflow().run_arguments("smoke"))
+    sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    resolved = load(
+        REPO / "config/recipes/wan22_ti2v_5b/train_stage0p5_fm_81f.yaml",
+        [REPO / "config/scales/smoke.yaml"],
+        sets,
+    )
+    assert resolved.config.runtime.output_dir == str(odd / "results/runs/smoke")
+
+
+def test_importing_the_graph_imports_no_torch():
+    code = (
+        "import sys, solarwm_lib.graph; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pandas')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

@@ -1,0 +1,126 @@
+"""Video: round trip, counting by decoding, rotation, odd sizes, damage."""
+
+import struct
+
+import av
+import numpy as np
+import pytest
+
+from solarwm_lib.data import video
+from solarwm_lib.runtime.errors import DataError
+
+
+def moving(frames=9, height=32, width=48):
+    """A smooth moving pattern, uint8 [frames, height, width, 3]."""
+    y, x = np.mgrid[0:height, 0:width] / 16
+    waves = [
+        np.stack([np.sin(x + i / 4), np.cos(y - i / 5), np.sin(x / 2 + y / 2 + i / 6)], -1)
+        for i in range(frames)
+    ]
+    return (127 + 100 * np.stack(waves)).astype(np.uint8)
+
+
+def psnr(a, b):
+    return 10 * np.log10(255**2 / np.mean((a.astype(float) - b) ** 2))
+
+
+def rotated_90_clockwise(mp4):
+    """The same mp4 with a display matrix that asks players to turn it 90 degrees clockwise."""
+    at = mp4.find(b"tkhd") + 4 + 4 + 20 + 16
+    return mp4[:at] + struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30) + mp4[at + 36 :]
+
+
+def variable_rate(path, frames, ticks):
+    """Write frames at the given times in units of 1/100 s."""
+    from fractions import Fraction
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"threads": "1"})
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 100)
+        for frame, tick in zip(frames, ticks, strict=True):
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            picture.pts, picture.time_base = tick, Fraction(1, 100)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+
+
+def test_round_trip_keeps_count_size_rate_and_colour(tmp_path):
+    frames = moving()
+    assert video.encode_mp4(tmp_path / "a.mp4", frames, 16, crf=8) == (32, 48)
+    decoded = video.decode(tmp_path / "a.mp4")
+    assert decoded.shape == frames.shape and decoded.dtype == np.uint8
+    assert psnr(decoded, frames) > 38
+    assert np.abs((decoded.astype(float) - frames).mean(axis=(0, 1, 2))).max() < 1.0  # no colour cast
+    info = video.probe_by_decoding(tmp_path / "a.mp4")
+    assert (info.frames, info.height, info.width, info.rotation) == (9, 32, 48, 0)
+    assert info.fps == pytest.approx(16) and not info.variable_rate
+
+
+def test_equal_frames_give_equal_bytes_with_the_index_in_front():
+    frames = moving(17, 64, 96)
+    data = video.mp4_bytes(frames, 16, crf=8)
+    held = []
+    for attempt in range(12):
+        held.append(
+            bytearray(1000 * attempt + 17)
+        )  # moves the allocator, where uninitialised reads would show
+        assert video.mp4_bytes(frames, 16, crf=8) == data
+    assert data.find(b"moov") < data.find(b"mdat")
+
+
+def test_decode_takes_indices_in_any_order_and_from_bytes():
+    data = video.mp4_bytes(moving(), 16)
+    everything = video.decode(data)
+    np.testing.assert_array_equal(video.decode(data, [0, 4, 4, 2]), everything[[0, 4, 4, 2]])
+
+
+def test_a_video_shorter_than_the_clip_is_refused():
+    with pytest.raises(DataError, match=r"clip-a: decoded 9 frames, the clip needs frame 12"):
+        video.decode(video.mp4_bytes(moving(), 16), [0, 12], name="clip-a")
+
+
+def test_rotation_metadata_is_honoured():
+    data = video.mp4_bytes(moving(), 16)
+    turned = rotated_90_clockwise(data)
+    np.testing.assert_array_equal(video.decode(turned)[3], np.rot90(video.decode(data)[3], -1))
+    info = video.probe_by_decoding(turned)
+    assert (info.height, info.width, info.rotation) == (48, 32, 270)
+    assert video.decode(turned, [0], size=(24, 16)).shape == (1, 24, 16, 3)
+
+
+def test_the_rate_of_a_variable_rate_video_is_measured(tmp_path):
+    ticks = [0, 3, 6, 30, 33, 60, 63, 100, 110]
+    variable_rate(tmp_path / "vfr.mp4", moving(), ticks)
+    info = video.probe_by_decoding(tmp_path / "vfr.mp4")
+    assert info.frames == 9 and info.variable_rate
+    assert info.times == pytest.approx([tick / 100 for tick in ticks], abs=1e-3)
+    assert info.fps == pytest.approx(8 / 1.10, rel=1e-3)
+
+
+@pytest.mark.parametrize(("odd", "size"), [("pad", (32, 48)), ("crop", (30, 46))])
+def test_odd_sizes_are_padded_or_cropped_only_when_asked(tmp_path, odd, size):
+    frames = moving(3)[:, :31, :47]
+    with pytest.raises(DataError, match=r"47x31.*46x30 \(crop\) and 48x32 \(pad\)"):
+        video.encode_mp4(tmp_path / "a.mp4", frames, 16)
+    assert video.encode_mp4(tmp_path / "a.mp4", frames, 16, odd=odd) == size
+    assert video.decode(tmp_path / "a.mp4").shape == (3, *size, 3)
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path):
+    data = video.mp4_bytes(moving(), 16)
+    for bad in (b"", b"junk" * 50, data[: len(data) // 2]):
+        with pytest.raises(DataError) as caught:
+            video.decode(bad, name="clip-a")
+        assert str(caught.value).startswith("clip-a:") and "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="not a readable video"):
+        video.decode(tmp_path / "none.mp4")
+
+
+def test_frames_that_cannot_be_encoded_are_refused(tmp_path):
+    with pytest.raises(DataError, match="no frames"):
+        video.encode_mp4(tmp_path / "a.mp4", [], 16)
+    with pytest.raises(DataError, match="frame 1 is uint8"):
+        video.encode_mp4(tmp_path / "a.mp4", [moving()[0], moving(1, 16, 16)[0]], 16)
+    with pytest.raises(DataError, match="float64"):
+        video.encode_mp4(tmp_path / "a.mp4", [moving()[0] / 255], 16)

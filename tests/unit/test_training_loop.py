@@ -1,0 +1,231 @@
+"""The optimizer step on a small model: order of effects, non-finite values, failures, stop requests, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+from solarwm_lib.runtime.errors import DataError, NonFiniteError
+from solarwm_lib.runtime.process import Heartbeat, StopRequest
+from solarwm_lib.training import loop, metrics, optim
+from solarwm_lib.training.batches import Batch
+from solarwm_lib.training.ema import Ema, EmaCadence
+from solarwm_lib.training.topology import BatchPlan, Topology
+
+
+class Stream:
+    """Batches whose latents are a function of the sample index; `poison` replaces the latents of one index."""
+
+    def __init__(self, poison: dict[int, float] | None = None, missing: int | None = None) -> None:
+        self.poison, self.missing, self.loaded = poison or {}, missing, []
+
+    def load(self, indices, following=()):
+        self.loaded += list(indices)
+        if self.missing in indices:
+            raise DataError(f"shard of sample {self.missing} is gone")
+        latents = torch.stack([torch.full((2, 1, 1, 3), self.poison.get(i, (i % 7) / 7)) for i in indices])
+        n = len(indices)
+        w2c = torch.eye(4).repeat(n, 2, 1, 1)
+        w2c[:, 1, 0, 3] = 0.25
+        return Batch(
+            tuple(indices),
+            tuple(f"clip-{i}" for i in indices),
+            tuple(f"clip-{i}#0.0" for i in indices),
+            (0,) * n,
+            ("a room",) * n,
+            latents,
+            torch.zeros(n, 1, 2),
+            w2c,
+            torch.eye(3).repeat(n, 1, 1),
+        )
+
+
+def _trainer(run_dir, stream=None, micro=2, accumulation=2, stop=None):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    parameters = dict(model.named_parameters())
+
+    def objective(batch):
+        error = (model(batch.latents) - 2 * batch.latents).square().flatten(1).mean(1)
+        return loop.Loss(error.mean(), error.detach(), [100.0 + i for i in batch.indices])
+
+    schedule = partial(optim.learning_rate, base=0.05, warmup_steps=2, total_steps=20, minimum_ratio=0.1)
+    learner = loop.Learner(
+        parameters,
+        optim.adamw(parameters.values(), learning_rate=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01),
+        Ema.of(parameters, EmaCadence(0.9)),
+        schedule,
+        gradient_clip=1.0,
+    )
+    plan = BatchPlan(micro * accumulation, micro, accumulation, 1)
+    return loop.Trainer(
+        learner,
+        objective,
+        stream or Stream(),
+        plan,
+        Topology(),
+        run_dir,
+        Heartbeat(run_dir, 0),
+        stop or StopRequest(),
+    )
+
+
+def _snapshot(learner):
+    state = {n: p.detach().clone() for n, p in learner.parameters.items()}
+    state |= {f"ema.{n}": t.clone() for n, t in learner.ema.shadow.items()}
+    for i, slots in enumerate(learner.optimizer.state.values()):
+        state |= {f"{i}.{slot}": t.clone() for slot, t in slots.items()}
+    return state
+
+
+def test_each_step_consumes_the_next_global_batch_in_order(tmp_path):
+    trainer = _trainer(tmp_path)
+    for _ in range(3):
+        trainer.step()
+    assert trainer.batches.loaded == list(range(12))
+    assert trainer.learner.completed_steps == 3 and trainer.learner.ema.updates == 3
+
+
+def test_record_holds_the_global_mean_loss_and_the_rate_the_step_used(tmp_path):
+    trainer = _trainer(tmp_path)
+    expected = trainer.objective(trainer.batches.load(range(4))).loss.item()
+    first, _ = trainer.step()
+    second, _ = trainer.step()
+    assert first.loss == pytest.approx(expected, rel=1e-6)
+    assert (first.learning_rate, second.learning_rate) == (0.0, 0.025)
+    assert first.step == 1 and first.memory_bytes > 0 and first.samples_per_second > 0
+
+
+def test_accumulation_and_one_large_micro_batch_give_the_same_gradient(tmp_path):
+    split, whole = _trainer(tmp_path, micro=1, accumulation=4), _trainer(tmp_path, micro=4, accumulation=1)
+    for _ in range(3):
+        a, b = split.step()[0], whole.step()[0]
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
+    for name, value in split.learner.parameters.items():
+        torch.testing.assert_close(value, whole.learner.parameters[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_non_finite_loss_changes_nothing_and_names_the_sample(tmp_path, value):
+    trainer = _trainer(tmp_path, Stream(poison={9: value}))
+    trainer.step()
+    trainer.step()
+    before = _snapshot(trainer.learner)
+    with pytest.raises(NonFiniteError, match=r"step 3 on rank 0, samples clip-9;") as caught:
+        trainer.step()
+    assert caught.value.exit_code == 5
+    assert trainer.learner.completed_steps == 2 and trainer.learner.ema.updates == 2
+    after = _snapshot(trainer.learner)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    dump = json.loads((tmp_path / "diagnostics" / "nonfinite-step-000003-rank-00000.json").read_text())
+    bad = next(s for s in dump["samples"] if s["sample_id"] == "clip-9")
+    assert dump["step"] == 3 and dump["quantity"] == "loss" and len(dump["samples"]) == 4
+    assert bad["timestep"] == 109.0 and bad["camera_translation_norms"] == [0.0, 0.25]
+    assert isinstance(bad["loss"], str) and bad["latents"]["shape"] == [2, 1, 1, 3]
+
+
+def test_a_non_finite_gradient_under_a_finite_loss_is_refused_too(tmp_path):
+    trainer = _trainer(tmp_path)
+    trainer.learner.parameters["weight"].register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(NonFiniteError, match="non-finite gradient"):
+        trainer.step()
+    dump = json.loads((tmp_path / "diagnostics" / "nonfinite-step-000001-rank-00000.json").read_text())
+    assert dump["bad_gradients"][0]["name"] == "weight" and dump["bad_gradients"][0]["nan"] == 9
+
+
+def test_a_failed_read_is_raised_with_the_state_unchanged(tmp_path):
+    trainer = _trainer(tmp_path, Stream(missing=6))
+    trainer.step()
+    before = _snapshot(trainer.learner)
+    with pytest.raises(DataError, match="shard of sample 6 is gone"):
+        trainer.step()
+    assert all(torch.equal(before[n], t) for n, t in _snapshot(trainer.learner).items())
+
+
+def test_rolling_saves_follow_the_cadence_but_not_at_the_end(tmp_path):
+    trainer, saved = _trainer(tmp_path), []
+    finished = loop.fit(trainer, 6, lambda r: None, lambda: saved.append(trainer.learner.completed_steps), 2)
+    assert finished and saved == [2, 4]
+
+
+def test_sigterm_ends_the_loop_after_the_step_in_progress(tmp_path):
+    with StopRequest() as stop:
+        trainer = _trainer(tmp_path, stop=stop)
+
+        def on_step(record):
+            if record.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        assert loop.fit(trainer, 10, on_step, lambda: None, 0) is False
+        assert stop.signal_name == "SIGTERM" and trainer.learner.completed_steps == 3
+
+
+def test_a_second_interrupt_does_not_wait():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_signal_handlers_are_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_heartbeat_names_phase_step_and_collective(tmp_path):
+    trainer = _trainer(tmp_path)
+    trainer.step()
+    beat = json.loads((tmp_path / "heartbeats" / "rank-00000.json").read_text())
+    assert beat["phase"] == "optimizer" and beat["step"] == 0 and beat["pid"] == os.getpid()
+    Heartbeat(tmp_path, 0).beat("reduce", 7, collective="all_reduce")
+    beat = json.loads((tmp_path / "heartbeats" / "rank-00000.json").read_text())
+    assert (beat["phase"], beat["step"], beat["collective"]) == ("reduce", 7, "all_reduce")
+    assert os.listdir(tmp_path / "heartbeats") == ["rank-00000.json"]
+
+
+def _record(step):
+    return metrics.StepRecord(step, 1.0 / step, 1e-4, 0.5, 0.2, 0.01, 20.0, 1000, 1.0 * step, 1.0 * step)
+
+
+def test_metrics_past_the_restored_step_are_dropped(tmp_path):
+    log = metrics.MetricsLog(tmp_path, 0)
+    for step in range(1, 6):
+        log.append(_record(step))
+    log.close()
+    with open(tmp_path / metrics.FILE, "a") as file:
+        file.write('{"step": 6, "loss"')
+    log = metrics.MetricsLog(tmp_path, 3)
+    log.append(_record(4))
+    log.close()
+    assert [r["step"] for r in metrics.read(tmp_path / metrics.FILE)] == [1, 2, 3, 4]
+
+
+def test_curves_are_drawn(tmp_path):
+    assert metrics.plot_curves(tmp_path) is None
+    log = metrics.MetricsLog(tmp_path, 0)
+    for step in range(1, 30):
+        log.append(_record(step))
+    log.close()
+    assert metrics.plot_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_is_unbiased_at_the_start():
+    assert metrics.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_progress_without_a_terminal_is_one_line_per_interval(capsys):
+    progress = metrics.Progress(0, 4, every_steps=2, enabled=True)
+    for step in range(1, 5):
+        progress.update(_record(step))
+    progress.close()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert [line.split()[1] for line in lines] == ["2/4", "4/4"]
