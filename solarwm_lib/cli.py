@@ -46,7 +46,9 @@ def as_solar_error(error: Exception) -> SolarError | None:
     """Map an exception to the error a person can act on, or None for a bug."""
     if isinstance(error, SolarError):
         return error
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    # PyTorch reports host memory as a plain RuntimeError of its CPU allocator.
+    host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if host or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return MemoryExhausted(f"out of memory: {error}; lower train.micro_batch_size or the resolution")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(f"disk full while writing {error.filename or 'a file'}: {error.strerror}")

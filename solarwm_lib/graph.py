@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from solarwm_lib.config.architectures import did_you_mean, load_architecture
 from solarwm_lib.config.identity import canonical_json, diff, digest, format_diff, semantic_view
 from solarwm_lib.config.load import Resolved, load
+from solarwm_lib.data.pack_options import PackOptions
 from solarwm_lib.runtime.errors import ConfigError, SolarError
 
 MARKER = "COMPLETE.json"
@@ -53,12 +54,17 @@ class FolderData(Strict):
 
     kind: Literal["folder"]
     source: str = Field(description="folder of videos")
-    static_camera: bool = Field(False, description="declare that the camera does not move in any of them")
-    caption: str | None = Field(None, description="caption of videos that have no sidecar")
-    height: int | None = None
-    width: int | None = None
-    fps: float = Field(16.0, gt=0)
-    test_fraction: float = Field(0.1, ge=0, lt=1)
+    options: dict[str, Any] = Field(default_factory=dict, description="options of `solarwm data pack`")
+
+    def pack_options(self) -> PackOptions:
+        """Raises ConfigError for an unknown option or a value out of range."""
+        known = [field.name for field in fields(PackOptions)]
+        for name in self.options:
+            if name not in known:
+                raise ConfigError(f"unknown pack option {name}{did_you_mean(name, known)}; known are {known}")
+        options = PackOptions(**self.options)
+        options.check()
+        return options
 
 
 class TinyAssets(Strict):
@@ -354,18 +360,23 @@ class Workflow:
 
     def data_spec(self, name: str) -> str:
         """Canonical JSON of a data set's description: argument of the command and param of the rule."""
-        values = self.config.data[name].model_dump(exclude={"kind"})
-        return canonical_json({"name": name, **values}).strip()
+        spec = self.config.data[name]
+        if isinstance(spec, FolderData):
+            return canonical_json({"dataset": name, "options": asdict(spec.pack_options())}).strip()
+        return canonical_json({"name": name, **spec.model_dump(exclude={"kind"})}).strip()
 
     def pack_arguments(self, name: str) -> str:
+        """Words after `solarwm data pack`: the folder and every option that differs from its default."""
         spec = self.config.data[name]
         if not isinstance(spec, FolderData):
             raise ConfigError(f"data.{name}: kind is {spec.kind!r}, expected 'folder'")
-        words = [spec.source, "--fps", f"{spec.fps:g}", "--test-fraction", f"{spec.test_fraction:g}"]
-        words += ["--static-camera"] if spec.static_camera else []
-        words += ["--caption", spec.caption] if spec.caption is not None else []
-        words += ["--height", str(spec.height)] if spec.height else []
-        words += ["--width", str(spec.width)] if spec.width else []
+        words = [spec.source]
+        for option, value in asdict(spec.pack_options()).items():
+            flag = f"--{option.replace('_', '-')}"
+            if value is True:
+                words.append(flag)
+            elif value != getattr(PackOptions, option):
+                words += [flag, str(value)]
         return shlex.join(words)
 
     def launcher(self, run: str) -> str:
@@ -400,6 +411,8 @@ class Workflow:
 
     def check(self) -> None:
         """Refuse what cannot work, before Snakemake plans anything. Raises ConfigError."""
+        for name in self.config.data:
+            self.data_spec(name)
         for run, spec in self.config.runs.items():
             self._known(spec.data, self.config.data, f"runs.{run}.data")
             self._known(spec.assets, self.config.assets, f"runs.{run}.assets")

@@ -170,19 +170,20 @@ def load_passes(found: Sequence[artifacts.Artifact]) -> list[PassResult]:
 
 
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a distinct label per pass: its name, with checkpoint or run added as far as names repeat."""
+    """Return a distinct label per pass: its name; where names repeat also checkpoint, run, both or a number."""
     names = [summary["pass"]["name"] for summary in summaries]
-    checkpoints = [summary["weights_id"].split("@")[0] for summary in summaries]
-    runs = [summary["run"] for summary in summaries]
-    everything = list(zip(names, runs, checkpoints, strict=True))
-    forms = (
-        names,
-        [f"{name} · {checkpoint}" for name, _, checkpoint in everything],
-        [f"{name} · {run}" for name, run, _ in everything],
-        [f"{name} · {run} · {checkpoint}" for name, run, checkpoint in everything],
-    )
-    numbered = [f"{name} · {number}" for number, name in enumerate(names, start=1)]
-    return next((form for form in forms if len(set(form)) == len(form)), numbered)
+    found = list(names)
+    for name in {name for name in names if names.count(name) > 1}:
+        group = [position for position, other in enumerate(names) if other == name]
+        checkpoints = [summaries[position]["weights_id"].split("@")[0] for position in group]
+        runs = [summaries[position]["run"] for position in group]
+        both = [f"{run} · {checkpoint}" for run, checkpoint in zip(runs, checkpoints, strict=True)]
+        numbers = [str(number) for number in range(1, len(group) + 1)]
+        forms = (checkpoints, runs, both, numbers)
+        distinct = next(form for form in forms if len(set(form)) == len(group))
+        for position, suffix in zip(group, distinct, strict=True):
+            found[position] = f"{name} · {suffix}"
+    return found
 
 
 def case_key(case: Mapping[str, Any]) -> Case:

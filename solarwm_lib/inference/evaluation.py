@@ -427,7 +427,7 @@ def first_failure(summaries: Sequence[Mapping[str, Any]], where: str) -> SolarEr
         for kind in vars(errors).values()
         if isinstance(kind, type) and issubclass(kind, SolarError)
     }
-    total = sum(summary["slots"]["total"] for summary in summaries)
+    total = sum(summary["slots"]["error"] for summary in summaries)
     return kinds.get(first["exit_code"], SolarError)(
         f"all {total} slots failed; the first, {first['sample_id']!r}: {first['message']} (manifests: {where})"
     )

@@ -197,7 +197,9 @@ def test_prompt_embeddings_equal_wan_pipeline(base):
     prompts = [PROMPT, "  a  &amp;amp; b ", "long " * 40]
     pipeline = WanPipeline.from_pretrained(base)
     with torch.no_grad():
-        expected, _ = pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=16)
+        expected, _ = pipeline.encode_prompt(
+            prompts, do_classifier_free_guidance=False, max_sequence_length=16
+        )
     torch.testing.assert_close(text.encode(prompts), expected, rtol=0, atol=1e-6)
     assert torch.equal(text.encode(prompts) == 0, expected == 0)
 

@@ -2,8 +2,8 @@
 
 Tolerance, in float32: the two worlds add the same gradients in another order (relative difference about 1e-7 each);
 Adam divides by their root, so a weight whose gradient is near zero may move by up to the learning rate in the other
-direction. Stated: losses and gradient norms within 1e-4 relative, weights within 1e-3 relative (L2 norm of the
-difference by the L2 norm of the change that training made).
+direction. Stated: losses and gradient norms within 1e-5 relative, weights within 1e-4 relative (L2 norm of the
+difference by the L2 norm of the change that training made). Measured over these 6 steps: 1.1e-7 and 2.1e-6.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def worlds(tiny_world, tmp_path_factory):
 def test_world_size_does_not_change_training(tiny_world, worlds, other):
     for a, b in zip(records(worlds / "one"), records(worlds / other), strict=True):
         assert a["step"] == b["step"] and a["learning_rate"] == b["learning_rate"]
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
-        assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], rel=1e-4)
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], rel=1e-5)
     start = load_file(next((tiny_world.assets / "transformer").glob("*.safetensors")))
     for member in (checkpoint.MODEL, checkpoint.EMA):
-        assert relative_difference(worlds / "one", worlds / other, start, member) < 1e-3
+        assert relative_difference(worlds / "one", worlds / other, start, member) < 1e-4
 
 
 def test_a_change_of_world_size_is_the_same_run_and_is_recorded(worlds):
