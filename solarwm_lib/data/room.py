@@ -1,7 +1,7 @@
 """A box room with painted walls: textures by seed, exact pinhole ray casting.
 
 The room is centred at the origin; x and z run along the floor, y points down (floor at +height/2). Each face is a square
-texture in one atlas; every pixel averages four rays. Edges are soft over two decimetres and shapes are few and large:
+texture in one atlas; every pixel averages four rays. Edges are soft over a quarter of a metre and shapes are few and large:
 that is what a codec with 48 numbers per 16x16x4 block keeps and what a small model learns.
 """
 

@@ -29,8 +29,8 @@ VERSION = 1  # part of the dataset identity: raise it with any change that moves
 CRF = 8  # near-lossless: the codec should learn the room, not H.264
 LEG_FRAMES = 32  # a path leg: turn by TURN_DEGREES while walking LEG_METRES
 TURN_DEGREES = (60.0, 120.0)
-LEG_METRES = (1.0, 1.7)
-ROAM_METRES = 1.3  # path knots stay within this of the room's centre in x and z; walls are about 3 away
+LEG_METRES = (0.2, 0.6)
+ROAM_METRES = 0.6  # path knots stay within this of the room's centre in x and z; any leg fits from anywhere
 PITCH_DEGREES = 7.0
 BOB_METRES = 0.2
 
@@ -88,7 +88,7 @@ class SynthSpec:
 def camera_path(frames: int, *key: keyed.Part) -> Matrices:
     """Return a smooth keyed walk through a room, camera-to-world float32 [frames, 4, 4].
 
-    Knots lie LEG_FRAMES apart, each turned 60 to 120 degrees and moved 1 to 1.7 m from the one before; Catmull-Rom
+    Knots lie LEG_FRAMES apart, each turned 60 to 120 degrees and moved 0.2 to 0.6 m from the one before; Catmull-Rom
     splines join them. The camera looks level within PITCH_DEGREES.
     """
     knots = math.ceil((frames - 1) / LEG_FRAMES) + 3
@@ -113,7 +113,7 @@ def _knots(count: int, *key: keyed.Part) -> tuple[NDArray, NDArray]:
         turn = math.radians(between(*TURN_DEGREES, "turn", knot))
         yaw.append(yaw[-1] + (turn if keyed.integer(2, *key, "side", knot) else -turn))
         length = between(*LEG_METRES, "length", knot)
-        # Some heading always stays inside: the far corner is at least sqrt(2) * ROAM_METRES > 1.7 m away.
+        # Some heading always stays inside: the far corner is at least sqrt(2) * ROAM_METRES > 0.8 m away.
         headings = (between(0, 2 * math.pi, "heading", knot, attempt) for attempt in range(1000))
         steps = (length * np.array([math.cos(angle), math.sin(angle)]) for angle in headings)
         position.append(

@@ -1,0 +1,197 @@
+"""What reruns, what is refused and what survives: the real Snakemake on the real rules."""
+
+import copy
+import hashlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from folders import REPO, SMOKE
+
+from solarwm_lib.artifacts import read, verify
+
+pytestmark = pytest.mark.slow
+NOTHING = "Nothing to be done"
+
+
+def jobs(output: str) -> dict[str, int]:
+    """Rule -> count from Snakemake's table of job statistics."""
+    table = output.split("Job stats:", 1)[1].split("total", 1)[0] if "Job stats:" in output else ""
+    return {
+        m[1]: int(m[2]) for m in re.finditer(r"^(\w+)\s+(\d+)\s*$", table, re.MULTILINE) if m[1] != "count"
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_every_result_is_a_verified_artifact_and_the_gallery_stands_alone(built):
+    markers = sorted(built.results.rglob("COMPLETE.json"))
+    assert len(markers) >= 10
+    for marker in markers:
+        verify(marker, deep=True)
+    page = (built.results / "report/gallery.html").read_text()
+    assert "data:video/mp4;base64," in page
+    assert not re.search(r"""(src|href)=["']https?:""", page)
+    assert "complete" in (built.results / "runs/smoke/completion-report.md").read_text()
+
+
+def test_a_second_run_does_nothing(built):
+    started = time.monotonic()
+    assert NOTHING in built.snakemake("-n")
+    assert time.monotonic() - started < 5
+    assert NOTHING in built.snakemake()
+
+
+def test_touched_inputs_reordered_keys_and_edited_comments_rerun_nothing(built, tmp_path):
+    folder = built.copy(tmp_path / "other")
+    for metadata in (built.path / ".snakemake/metadata").iterdir():
+        target = folder.path / ".snakemake/metadata" / metadata.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(metadata.read_bytes())
+    assert NOTHING in folder.snakemake("-n")
+    for path in [*folder.results.rglob("*"), *folder.path.glob("config/**/*.yaml")]:
+        os.utime(path)
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"] = dict(reversed(values["runs"]["smoke"].items()))
+    folder.configure(dict(reversed(values.items())))
+    rules = folder.path / "rules/train.smk"
+    rules.write_text(rules.read_text().replace("rule train_segment:", "# a remark\nrule train_segment:"))
+    assert NOTHING in folder.snakemake("-n")
+
+
+def test_a_clone_with_copied_results_has_nothing_to_do_and_a_moved_run_verifies(built, tmp_path):
+    folder = built.copy(tmp_path / "clone")
+    assert NOTHING in folder.snakemake("-n")
+    moved = tmp_path / "elsewhere"
+    (folder.results / "runs/smoke").rename(moved)
+    assert "ok" in folder.solarwm("verify", str(moved / "checkpoint_model_000004"), "--deep")
+
+
+def test_raising_the_steps_runs_the_new_segment_and_what_follows_it(built, tmp_path):
+    folder = built.copy(tmp_path / "longer")
+    before = {path: digest(path) for path in folder.results.glob("runs/smoke/checkpoint_*/*")}
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"]["steps"] = 6
+    folder.configure(values)
+    planned = jobs(folder.snakemake("-n"))
+    assert planned["train_segment"] == 1
+    assert not set(planned) & {
+        "synthesize_clips",
+        "build_tiny_assets",
+        "resolve_run",
+        "preflight",
+        "freeze_validation_plan",
+    }
+    folder.snakemake("results/runs/smoke/checkpoint_model_000006/COMPLETE.json")
+    assert all(digest(path) == value for path, value in before.items())
+    assert read(folder.results / "runs/smoke/checkpoint_model_000006")
+
+
+def test_another_identity_of_an_existing_run_is_refused_at_parse_time(built, tmp_path):
+    folder = built.copy(tmp_path / "changed")
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"]["set"] = {"train.optimizer.learning_rate": 0.5}
+    folder.configure(values)
+    output = folder.snakemake("-n", code=2)
+    assert "train.optimizer.learning_rate" in output and "new run name" in output
+    assert "Traceback" not in output
+
+
+def test_a_lost_marker_is_issued_again_without_training(built, tmp_path):
+    folder = built.copy(tmp_path / "lost")
+    run = folder.results / "runs/smoke"
+    marker = run / "checkpoint_model_000004/COMPLETE.json"
+    before, metrics = marker.read_bytes(), (run / "metrics.jsonl").read_bytes()
+    marker.unlink()
+    folder.snakemake("results/runs/smoke/checkpoint_model_000004/COMPLETE.json")
+    assert marker.read_bytes() == before
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_damaged_checkpoint_is_refused_by_what_reads_it(built, tmp_path):
+    folder = built.copy(tmp_path / "damaged")
+    member = folder.results / "runs/smoke/checkpoint_model_000004/ema.safetensors"
+    data = bytearray(member.read_bytes())
+    data[-1] ^= 1
+    member.chmod(0o644)
+    member.write_bytes(data)
+    target = folder.results / "runs/smoke/validation/step_000004"
+    for path in sorted(target.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    output = folder.snakemake("results/runs/smoke/validation/step_000004/ema/COMPLETE.json", code=1)
+    assert "ema.safetensors" in output and "SHA-256" in output.replace("sha256", "SHA-256")
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def test_killing_everything_in_the_middle_of_a_segment_changes_no_byte(built, tmp_path):
+    values = copy.deepcopy(SMOKE)
+    values["runs"] = {
+        "long": {**SMOKE["runs"]["smoke"], "steps": 30, "checkpoint_every": 30, "validate_steps": [30]}
+    }
+    values["inference"], values["comparisons"] = {}, {}
+    target = "results/runs/long/checkpoint_model_000030/COMPLETE.json"
+    folders = []
+    for name in ("whole", "killed"):
+        folder = built.copy(tmp_path / name, results="results/data")
+        built.copy(tmp_path / f"{name}-assets", results="results/assets")
+        (tmp_path / f"{name}-assets/results/assets").rename(folder.results / "assets")
+        folder.configure(values)
+        folders.append(folder)
+    whole, killed = folders
+    whole.snakemake(target)
+
+    metrics = killed.results / "runs/long/metrics.jsonl"
+    process = killed.start(target)
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 11)
+    os.killpg(process.pid, signal.SIGKILL)  # Snakemake, its shell and the trainer
+    process.communicate()
+    assert not (killed.path / target).exists()
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert 11 <= steps[-1] < 30
+    refusal = killed.snakemake(target, code=1)
+    assert "snakemake --unlock" in refusal
+    killed.snakemake("--unlock")
+    killed.snakemake(target)
+    for member in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
+        path = Path("results/runs/long/checkpoint_model_000030") / member
+        assert digest(killed.path / path) == digest(whole.path / path)
+    resumed = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert resumed == list(range(1, 31))
+
+
+def test_a_thousand_targets_are_planned_in_seconds(built, tmp_path):
+    folder = built.copy(tmp_path / "large", results=None)
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"] |= {"steps": 250, "checkpoint_every": 1}
+    del values["runs"]["smoke"]["validate_steps"]
+    folder.configure(values)
+    started = time.monotonic()
+    planned = jobs(folder.snakemake("-n", "--quiet", "rules"))
+    assert planned["validate"] == 750 and planned["train_segment"] == 250
+    assert time.monotonic() - started < 30
+
+
+def test_snakemake_report_works(built, tmp_path):
+    built.snakemake("--report", str(tmp_path / "report.html"))
+    assert "gallery" in (tmp_path / "report.html").read_text()
+
+
+def test_rules_declare_markers_and_logs_only():
+    text = "".join(path.read_text() for path in [REPO / "Snakefile", *sorted((REPO / "rules").glob("*.smk"))])
+    assert not re.search(r"^\s*(checkpoint \w+:|run:)|directory\(|update\(", text, re.MULTILINE)
+    for rule in re.split(r"(?m)^rule ", text)[1:]:
+        if "shell:" in rule:
+            assert "log:" in rule and "/logs/" in rule, rule.splitlines()[0]
+            assert "conda:" in rule
