@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 CORES ?= 2
 
-.PHONY: demo study test test-fast lint lock clean-venv help
+.PHONY: demo study test test-fast bench lint lock help
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +28,9 @@ test: .venv/.installed lint ## everything that CI checks
 
 test-fast: .venv/.installed ## without the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+bench: .venv/.installed ## ratios against named alternatives, in one run each
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_velocity.py
 
 lint: .venv/.installed ## formatting, types, Snakemake lint
 	$(BIN)/ruff format --check .

@@ -39,9 +39,9 @@ class Folder:
             start_new_session=True,
         )
 
-    def snakemake(self, *words: str, code: int = 0) -> str:
+    def snakemake(self, *words: str, code: int = 0, timeout: float = 500) -> str:
         process = self.start(*words)
-        output, _ = process.communicate(timeout=500)
+        output, _ = process.communicate(timeout=timeout)
         assert process.returncode == code, output
         return output
 

@@ -1,0 +1,28 @@
+"""The demo as shipped: it runs, it learns, and a second run has nothing to do."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+from folders import REPO, make_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+def test_the_demo_beats_both_baselines_by_a_decibel(tmp_path):
+    folder = make_folder(tmp_path / "demo")
+    shutil.copy(REPO / "config/config.yaml", folder.path / "config/config.yaml")
+    folder.snakemake(timeout=2300)
+    (summary,) = folder.results.glob("comparisons/*/summary.csv")
+    ema = pd.read_csv(summary).set_index("pass").loc["ema"]
+    assert ema["status"] == "complete" and ema["n"] == ema["cases"]
+    assert ema["margin_db"] >= 1.0, ema.to_dict()
+    assert ema["margin_over_shuffled_db"] >= 1.0, ema.to_dict()
+    started = time.monotonic()
+    assert "Nothing to be done" in folder.snakemake()
+    assert time.monotonic() - started < 10
