@@ -1,12 +1,15 @@
 from pathlib import Path
-from shlex import quote
 import sys
 
 sys.path.insert(0, str(workflow.basedir))
 
 from solarwm_lib.graph import NAME, announce_leftovers, load_workflow_or_exit
 
-WORKFLOW = load_workflow_or_exit(config, Path(workflow.basedir))
+WORKFLOW = load_workflow_or_exit(
+    config,
+    Path(workflow.basedir),
+    deployed=bool(workflow.deployment_settings.deployment_method),
+)
 RESULTS = WORKFLOW.results
 
 announce_leftovers(Path.cwd())
@@ -25,7 +28,7 @@ wildcard_constraints:
 # A param function that also takes `output` is not a rerun trigger: these words hold paths and topology, which never
 # change a result. What does change it is the `identity` param of each rule.
 def solarwm_command(wildcards, output):
-    return f"{quote(sys.executable)} -m solarwm_lib"
+    return WORKFLOW.command
 
 
 def pack_arguments(wildcards, output):

@@ -157,6 +157,7 @@ class Workflow:
 
     config: WorkflowConfig
     basedir: Path
+    python: str = sys.executable
 
     # names, used as wildcard constraints and targets
 
@@ -362,7 +363,7 @@ class Workflow:
         """Canonical JSON of a data set's description: argument of the command and param of the rule."""
         spec = self.config.data[name]
         if isinstance(spec, FolderData):
-            return canonical_json({"dataset": name, "options": asdict(spec.pack_options())}).strip()
+            return canonical_json({"name": name, **asdict(spec.pack_options())}).strip()
         return canonical_json({"name": name, **spec.model_dump(exclude={"kind"})}).strip()
 
     def pack_arguments(self, name: str) -> str:
@@ -382,7 +383,7 @@ class Workflow:
     def launcher(self, run: str) -> str:
         """The words before `-m solarwm_lib`: plain Python for one process, torchrun for several."""
         processes = self.config.runs[run].processes
-        words = [sys.executable]
+        words = [self.python]
         if processes > 1:
             words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         return shlex.join(words)
@@ -399,6 +400,10 @@ class Workflow:
         ]
         words += ["--configfile", *map(str, configfiles)] if configfiles else []
         return shlex.join([*words, "--", "all"])
+
+    @property
+    def command(self) -> str:
+        return f"{shlex.quote(self.python)} -m solarwm_lib"
 
     def run_threads(self, run: str) -> int:
         return self.config.runs[run].processes * self.config.runs[run].threads
@@ -496,9 +501,9 @@ class Workflow:
             )
 
 
-def load_workflow(values: Mapping[str, Any], basedir: Path) -> Workflow:
+def load_workflow(values: Mapping[str, Any], basedir: Path, python: str = sys.executable) -> Workflow:
     """Build and check the graph of a workflow config. Raises ConfigError."""
-    workflow = Workflow(parse_config(values), Path(basedir))
+    workflow = Workflow(parse_config(values), Path(basedir), python)
     workflow.check()
     return workflow
 
@@ -576,10 +581,13 @@ def _set_words(sets: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in sets.items()]
 
 
-def load_workflow_or_exit(values: Mapping[str, Any], basedir: Path) -> Workflow:
-    """`load_workflow` for the Snakefile: a refusal is one line and the documented exit code, not a traceback."""
+def load_workflow_or_exit(values: Mapping[str, Any], basedir: Path, deployed: bool) -> Workflow:
+    """`load_workflow` for the Snakefile: a refusal is one line and the documented exit code, not a traceback.
+
+    `deployed`: jobs run in a conda environment or container, whose own `python` must then be taken.
+    """
     try:
-        return load_workflow(values, basedir)
+        return load_workflow(values, basedir, "python" if deployed else sys.executable)
     except SolarError as error:
         print(f"solarwm: error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

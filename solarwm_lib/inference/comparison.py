@@ -24,6 +24,7 @@ from solarwm_lib.inference.latents import slot_name
 from solarwm_lib.inference.metrics import repeat_first_frame
 from solarwm_lib.inference.panels import Panel, difference, grid_frames
 from solarwm_lib.inference.slots import COMPARE_CRF, csv_text, score_notes
+from solarwm_lib.inference.strips import strip_png
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError
 from solarwm_lib.runtime.manifests import artifact_dir
 
@@ -61,6 +62,7 @@ SUMMARY_COLUMNS = (
     "same_plan",
 )
 
+STRIP_CASES = 4
 Case = tuple[str, int, int]
 
 
@@ -130,6 +132,8 @@ def compare(sources: Sequence[Path | str], out_dir: Path | str) -> artifacts.Art
         transaction.write_text("metrics.csv", csv_text(METRIC_COLUMNS, rows))
         transaction.write_text("summary.csv", csv_text(SUMMARY_COLUMNS, table))
         transaction.write_bytes("metrics.png", plot_bytes(passes))
+        if strips := [rows for case in cases[:STRIP_CASES] if (rows := strip_rows(passes, case))]:
+            transaction.write_bytes("strips.png", strip_png(strips))
         transaction.write_json(
             "summary.json",
             {
@@ -146,6 +150,23 @@ def compare(sources: Sequence[Path | str], out_dir: Path | str) -> artifacts.Art
             },
         )
     return transaction.artifact
+
+
+def strip_rows(passes: Sequence[PassResult], case: Case) -> list[tuple[str, np.ndarray]]:
+    """Return the ground truth of a case and what each pass made of it, as labelled clips; empty if none has a video."""
+    rows: list[tuple[str, np.ndarray]] = []
+    for result in passes:
+        manifest = result.slots.get(case)
+        truth = manifest and result.member(manifest, "ground_truth.mp4")
+        generated = manifest and result.member(manifest, "generated.mp4")
+        if truth and not rows:
+            rows.append((f"{case[0]}: ground truth", decode(truth)))
+        if generated:
+            psnr = result.metrics(case).get("psnr")
+            rows.append(
+                (result.label + (f", PSNR {psnr:.2f} dB" if psnr is not None else ""), decode(generated))
+            )
+    return rows
 
 
 def load_passes(found: Sequence[artifacts.Artifact]) -> list[PassResult]:

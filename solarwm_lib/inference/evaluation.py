@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from solarwm_lib import artifacts
+from solarwm_lib.data.dataset import read_dataset
 from solarwm_lib.inference.generate import (
     Request,
     Sampling,
@@ -155,6 +156,7 @@ def prepare(
     """
     chosen = None if slots is None else frozenset(slots)
     run = PassRun(resolved, plan, settings, artifacts.read(checkpoint, CHECKPOINT_SCHEMA), chosen)
+    read_dataset(resolved.config.data.root)
     check_plan(plan, resolved)
     check_contract(run.checkpoint, resolved)
     run.sampling.grid()

@@ -7,7 +7,7 @@ same checkpoint, the same latents bit for bit. One folder per pass: `PASS/slot-N
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.inference import latents
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 SCHEMA = "solarwm.inference.v1"
 
 
-def infer(resolved: Resolved, out_dir: Path | str) -> artifacts.Artifact:
-    """Publish every pass of `validation.passes`, sampled from `checkpoint.path`, at `out_dir`.
+def open_infer(resolved: Resolved) -> tuple[dict[str, Any], dict[str, PassRun]]:
+    """Return the plan and the passes by folder prefix, after every check that needs no model; nothing is written.
 
-    Raises ConfigError for a config without checkpoint or passes, or whose weights no pass may use; otherwise as
-    `validation.validate`.
+    Raises ConfigError for a config without checkpoint or passes, or whose weights no pass may use; DataError for
+    clips that cannot be used; ArtifactError for a checkpoint that is not one.
     """
     config = resolved.config
     if not config.checkpoint.path:
@@ -46,6 +46,19 @@ def infer(resolved: Resolved, out_dir: Path | str) -> artifacts.Artifact:
     runs = {
         f"{p.name}/": prepare(resolved, config.checkpoint.path, plan, p) for p in config.validation.passes
     }
+    return plan, runs
+
+
+def infer(
+    resolved: Resolved,
+    out_dir: Path | str,
+    opened: tuple[dict[str, Any], dict[str, PassRun]] | None = None,
+) -> artifacts.Artifact:
+    """Publish every pass of `validation.passes`, sampled from `checkpoint.path`, at `out_dir`.
+
+    `opened` is what `open_infer` returned, if it was called. Raises as `open_infer` and `validation.validate`.
+    """
+    plan, runs = opened or open_infer(resolved)
     out = artifact_dir(out_dir)
     return publish(
         runs,

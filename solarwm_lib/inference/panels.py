@@ -109,14 +109,14 @@ def _text(
 ) -> None:
     """Write one line, smaller and then shortened until it fits `room` pixels."""
     text = " ".join(text.split())
-    while size > SMALLEST_SIZE and draw.textlength(text, font=_font(size)) > room:
+    while size > SMALLEST_SIZE and draw.textlength(text, font=font(size)) > room:
         size -= 1
     shown = text
-    while len(shown) > 2 and draw.textlength(shown, font=_font(size)) > room:
+    while len(shown) > 2 and draw.textlength(shown, font=font(size)) > room:
         shown = shown[:-2].rstrip() + "…"
-    draw.text(position, shown, font=_font(size), fill=colour)
+    draw.text(position, shown, font=font(size), fill=colour)
 
 
 @functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)

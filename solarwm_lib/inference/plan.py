@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from solarwm_lib.artifacts import json_bytes, write_once
+from solarwm_lib.artifacts import identity_diff, json_bytes, write_once
 from solarwm_lib.config.geometry import latent_frames
 from solarwm_lib.config.identity import digest
 from solarwm_lib.data import camera
@@ -42,10 +42,12 @@ def freeze_plan(resolved: Resolved, out: Path | str) -> dict[str, Any]:
     plan, path = build_plan(resolved), Path(out)
     if path.exists():
         found = load_plan(path)
-        differing = sorted(key for key in plan.keys() | found.keys() if plan.get(key) != found.get(key))
-        if differing:
+        if plan != found:
+            index = "test_index_digest"
+            differing = identity_diff(found["settings"], plan["settings"])
+            differing += identity_diff({index: found[index]}, {index: plan[index]})
             raise ArtifactError(
-                f"{path}: holds another plan ({', '.join(differing)} differ) and is never overwritten; "
+                f"{path}: holds another plan ({'; '.join(differing) or 'its cases differ'}) and is never overwritten; "
                 "use a new run name or remove the run's validation"
             )
     write_once(path, plan_bytes(plan))

