@@ -29,8 +29,14 @@ from solarwm_lib.inference.generate import (
 from solarwm_lib.inference.latents import LatentStore, slot_name
 from solarwm_lib.inference.plan import check_plan
 from solarwm_lib.inference.slots import METRIC_COLUMNS, Slot, csv_text, measure, members_of
-from solarwm_lib.runtime import errors
-from solarwm_lib.runtime.errors import ConfigError, DataError, NonFiniteError, Preempted, SolarError
+from solarwm_lib.runtime.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    Preempted,
+    SolarError,
+    of_exit_code,
+)
 from solarwm_lib.runtime.files import json_bytes
 
 if TYPE_CHECKING:
@@ -424,12 +430,7 @@ class PassWriter:
 def first_failure(summaries: Sequence[Mapping[str, Any]], where: str) -> SolarError:
     """Return the error to raise when no slot of any pass succeeded: of the first failure's class and exit code."""
     first = summaries[0]["failed"][0]
-    kinds = {
-        kind.exit_code: kind
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, SolarError)
-    }
     total = sum(summary["slots"]["error"] for summary in summaries)
-    return kinds.get(first["exit_code"], SolarError)(
+    return of_exit_code(first["exit_code"])(
         f"all {total} slots failed; the first, {first['sample_id']!r}: {first['message']} (manifests: {where})"
     )

@@ -1,7 +1,8 @@
 """PSNR and SSIM of uint8 RGB clips, per frame and per clip, and the baseline "repeat the first frame".
 
 Both compare a generated frame with the ground-truth frame at the same index, on 8-bit RGB. Frame 0 is given to the model,
-so a clip's value is the mean of its per-frame values over frames 1..F-1.
+so a clip's value is over frames 1..F-1: the mean of SSIM, and for PSNR the decibels of the mean squared error (as the
+average of ffmpeg's psnr filter). A mean of decibels would be ruled by frames that nearly equal the given one.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ def clip_value(per_frame: Sequence[float] | np.ndarray) -> float:
     """Return the mean over the generated frames, 1..F-1; of a clip of one frame, that frame's value."""
     values = np.asarray(per_frame, dtype=np.float64)
     return float(values[1:].mean() if len(values) > 1 else values.mean())
+
+
+def clip_psnr(per_frame: Sequence[float] | np.ndarray) -> float:
+    """Return the PSNR of the mean squared error of the frames that `clip_value` averages, from their PSNRs in dB."""
+    return -10 * float(np.log10(clip_value(10 ** (-np.asarray(per_frame, dtype=np.float64) / 10))))
 
 
 @dataclass(frozen=True)

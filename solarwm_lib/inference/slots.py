@@ -148,7 +148,10 @@ def measure(
         )
     else:
         slot.status = "ok"
-        slot.metrics = {name: metrics.clip_value(values) for name, values in per_frame.items()}
+        slot.metrics = {
+            name: (metrics.clip_psnr if name.endswith("psnr") else metrics.clip_value)(values)
+            for name, values in per_frame.items()
+        }
         slot.metrics["margin_db"] = slot.metrics["psnr"] - slot.metrics["repeat_first_frame_psnr"]
     columns = {
         **per_frame,

@@ -32,6 +32,17 @@ def test_frames_smaller_than_the_window_still_have_a_similarity() -> None:
     assert metrics.ssim_per_frame(tiny, tiny) == pytest.approx([1.0, 1.0])
 
 
+def test_clip_psnr_is_that_of_all_generated_pixels_together() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
+    other = np.clip(
+        truth + rng.integers(-40, 40, truth.shape) * np.arange(5)[:, None, None, None], 0, 255
+    ).astype(np.uint8)
+    error = np.square(truth[1:].astype(float) - other[1:].astype(float)).mean()
+    expected = 10 * np.log10(255**2 / error)
+    assert metrics.clip_psnr(metrics.psnr_per_frame(truth, other)) == pytest.approx(expected, abs=1e-4)
+
+
 def test_clip_value_leaves_out_the_given_frame() -> None:
     assert metrics.clip_value([100.0, 20.0, 30.0]) == 25.0
     assert metrics.clip_value([40.0]) == 40.0
