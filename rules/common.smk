@@ -3,7 +3,8 @@ import sys
 
 sys.path.insert(0, str(workflow.basedir))
 
-from solarwm_lib.graph import NAME, announce_leftovers, load_workflow_or_exit
+from solarwm_lib.config.workflow import NAME
+from solarwm_lib.graph import announce_leftovers, load_workflow_or_exit
 
 WORKFLOW = load_workflow_or_exit(
     config,
@@ -39,10 +40,6 @@ def run_arguments(wildcards, output):
     return WORKFLOW.run_arguments(wildcards.run)
 
 
-def path_arguments(wildcards, output):
-    return WORKFLOW.path_arguments(wildcards.run)
-
-
 def launcher(wildcards, output):
     return WORKFLOW.launcher(wildcards.run)
 
@@ -57,6 +54,10 @@ def until_step(wildcards, output):
 
 def inference_name(wildcards):
     return WORKFLOW.by_artifact("inference", wildcards.inference)
+
+
+def inference_threads(wildcards):
+    return WORKFLOW.config.inference[inference_name(wildcards)].threads
 
 
 def inference_arguments(wildcards, output):

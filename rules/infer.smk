@@ -7,7 +7,7 @@ rule infer:
         f"{RESULTS}/logs/infer/{{inference}}.log",
     conda:
         "../envs/solarwm.yaml"
-    threads: 1
+    threads: inference_threads
     params:
         solarwm=solarwm_command,
         identity=lambda wildcards: WORKFLOW.inference_identity(

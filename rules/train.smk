@@ -33,11 +33,11 @@ rule preflight:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,
         omp_threads=omp_threads,
-        arguments=path_arguments,
+        arguments=run_arguments,
         out=artifact_dir,
     shell:
         "OMP_NUM_THREADS={params.omp_threads} {params.launcher} -m solarwm_lib preflight"
-        " --config {input.config:q} {params.arguments} --out {params.out:q} > {log:q} 2>&1"
+        " {params.arguments} --out {params.out:q} > {log:q} 2>&1"
 
 
 rule train_segment:
@@ -59,8 +59,8 @@ rule train_segment:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,
         omp_threads=omp_threads,
-        arguments=path_arguments,
+        arguments=run_arguments,
         until_step=until_step,
     shell:
         "OMP_NUM_THREADS={params.omp_threads} {params.launcher} -m solarwm_lib train"
-        " --config {input.config:q} {params.arguments} --until-step {params.until_step} 2>&1 | tee {log:q}"
+        " {params.arguments} --until-step {params.until_step} 2>&1 | tee {log:q}"

@@ -11,9 +11,9 @@ rule freeze_validation_plan:
     params:
         solarwm=solarwm_command,
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
-        arguments=path_arguments,
+        arguments=run_arguments,
     shell:
-        "{params.solarwm} freeze-plan --config {input.config:q} {params.arguments} --out {output:q} > {log:q} 2>&1"
+        "{params.solarwm} freeze-plan {params.arguments} --out {output:q} > {log:q} 2>&1"
 
 
 rule validate:
@@ -32,10 +32,10 @@ rule validate:
     params:
         solarwm=solarwm_command,
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
-        arguments=path_arguments,
+        arguments=run_arguments,
         checkpoint=lambda wildcards, input: str(Path(input.checkpoint).parent),
         out=artifact_dir,
     shell:
-        "OMP_NUM_THREADS={threads} {params.solarwm} validate --config {input.config:q} {params.arguments}"
+        "OMP_NUM_THREADS={threads} {params.solarwm} validate {params.arguments}"
         " --checkpoint {params.checkpoint:q} --plan {input.plan:q} --pass {wildcards.validation_pass:q}"
         " --out {params.out:q} > {log:q} 2>&1"

@@ -7,8 +7,10 @@ Errors are one line on stderr with the documented exit code (docs/reference/exit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.handler(arguments) or 0
     except KeyboardInterrupt:
-        print("solarwm: interrupted", file=sys.stderr)
+        _complain("solarwm: interrupted")
         return 130
+    except BrokenPipeError:
+        _complain("solarwm: whoever read the output is gone (broken pipe)")
+        # Closing stdout at exit would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:
         known = as_solar_error(error)
         if arguments.traceback or known is None:
@@ -36,10 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         if known is None:
-            print(f"solarwm: bug: {type(error).__name__}: {error}", file=sys.stderr)
+            _complain(f"solarwm: bug: {type(error).__name__}: {error}")
             return 1
-        print(f"solarwm: error: {' '.join(str(known).split())}", file=sys.stderr)
+        _complain(f"solarwm: error: {' '.join(str(known).split())}")
         return known.exit_code
+
+
+def _complain(line: str) -> None:
+    """Print to stderr if somebody still reads it: the exit code must survive a broken pipe."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def as_solar_error(error: Exception) -> SolarError | None:

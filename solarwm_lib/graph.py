@@ -12,143 +12,37 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from solarwm_lib.config.architectures import did_you_mean, load_architecture
-from solarwm_lib.config.identity import canonical_json, diff, digest, format_diff, semantic_view
+from solarwm_lib.config.architectures import did_you_mean
+from solarwm_lib.config.identity import canonical_json
 from solarwm_lib.config.load import Resolved, load
+from solarwm_lib.config.published import published_segments, refuse_changed_identities
+from solarwm_lib.config.workflow import FolderData, WorkflowConfig, parse_config
 from solarwm_lib.data.pack_options import PackOptions
 from solarwm_lib.runtime.errors import ConfigError, SolarError
+from solarwm_lib.training.setup import refuse_unsupported
 
 MARKER = "COMPLETE.json"
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-Name = Annotated[str, Field(pattern=f"^{NAME}$")]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SyntheticData(Strict):
-    """Rooms rendered along random camera paths; the fields are those of `solarwm_lib.data.synthetic.SynthSpec`."""
-
-    kind: Literal["synthetic"]
-    rooms: int = Field(1, ge=1, description="number of different rooms")
-    train_clips: int = Field(96, ge=1)
-    test_clips: int = Field(8, ge=1, description="clips on held-out camera paths")
-    frames: int = Field(33, ge=1, description="pixel frames per clip")
-    height: int = Field(64, ge=16)
-    width: int = Field(96, ge=16)
-    fps: float = Field(16.0, gt=0)
-    seed: int = Field(7, ge=0)
-    clips_per_shard: int = Field(32, ge=1)
-
-
-class FolderData(Strict):
-    """A folder of videos with sidecars, packed by `solarwm data pack`."""
-
-    kind: Literal["folder"]
-    source: str = Field(description="folder of videos")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of `solarwm data pack`")
-
-    def pack_options(self) -> PackOptions:
-        """Raises ConfigError for an unknown option or a value out of range."""
-        known = [field.name for field in fields(PackOptions)]
-        for name in self.options:
-            if name not in known:
-                raise ConfigError(f"unknown pack option {name}{did_you_mean(name, known)}; known are {known}")
-        options = PackOptions(**self.options)
-        options.check()
-        return options
-
-
-class TinyAssets(Strict):
-    """Random base weights of a tiny architecture, with a codec fitted in closed form."""
-
-    kind: Literal["tiny"]
-    architecture: Name = "wan22-tiny"
-    seed: int = Field(0, ge=0)
-
-
-class RunSpec(Strict):
-    """One training run: a recipe, its overlays and how far it goes."""
-
-    recipe: str = Field(description="file under config/recipes, without .yaml")
-    scale: str | None = Field(
-        None, description="file under config/scales, without .yaml, merged over the recipe"
-    )
-    data: Name
-    assets: Name
-    steps: int = Field(
-        ge=1, description="completed steps of the last checkpoint; raising it extends the chain"
-    )
-    checkpoint_every: int = Field(ge=1, description="steps per segment; one checkpoint each")
-    validate_steps: list[int] | None = Field(None, description="checkpoints to validate; default: all")
-    processes: int = Field(1, ge=1, description="data-parallel processes on this machine (torchrun)")
-    threads: int = Field(1, ge=1, description="CPU threads per process")
-    set: dict[str, Any] = Field(default_factory=dict, description="overrides by dotted key")
-
-
-class InferenceSpec(Strict):
-    """Standalone inference from a checkpoint of a run."""
-
-    run: Name
-    step: int | None = Field(None, description="checkpoint step; default: the last one")
-    recipe: str
-    scale: str | None = None
-    threads: int = Field(1, ge=1)
-    set: dict[str, Any] = Field(default_factory=dict)
-
-
-class Side(Strict):
-    """One column of a comparison: a validation pass of a run, or an inference artifact."""
-
-    run: Name | None = None
-    step: int | None = Field(None, description="checkpoint step; default: the last one")
-    passes: list[Name] = Field(default_factory=list, description="validation passes; default: all of the run")
-    inference: Name | None = None
-
-
-class WorkflowConfig(Strict):
-    """The whole workflow: `config/config.yaml`."""
-
-    results: str = Field("results", description="results root, relative to the working directory")
-    title: str = "SolarWM results"
-    data: dict[Name, Annotated[SyntheticData | FolderData, Field(discriminator="kind")]]
-    assets: dict[Name, TinyAssets]
-    runs: dict[Name, RunSpec]
-    inference: dict[Name, InferenceSpec] = Field(default_factory=dict)
-    comparisons: dict[Name, list[Side]] = Field(default_factory=dict)
-
-
-def parse_config(values: Mapping[str, Any]) -> WorkflowConfig:
-    """Validate the workflow config. Raises ConfigError naming the key and the nearest valid one."""
-    try:
-        return WorkflowConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise ConfigError(
-            "workflow config: " + "; ".join(_problem(item) for item in error.errors())
-        ) from None
-
-
-def _problem(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        names = {name for model in _MODELS for name in model.model_fields}
-        return f"unknown key {key}{did_you_mean(str(item['loc'][-1]), names)}"
-    return (
-        f"{key}: {item['msg']} (found {item['input']!r})"
-        if item["type"] != "missing"
-        else f"{key} is missing"
-    )
-
-
-_MODELS = (SyntheticData, FolderData, TinyAssets, RunSpec, InferenceSpec, Side, WorkflowConfig)
+RULES = (
+    "all",
+    "build_tiny_assets",
+    "synthesize_clips",
+    "index_clips",
+    "resolve_run",
+    "preflight",
+    "train_segment",
+    "freeze_validation_plan",
+    "validate",
+    "infer",
+    "compare",
+    "completion_report",
+    "draw_graph",
+    "gallery",
+)
 
 
 @dataclass(frozen=True)
@@ -216,6 +110,9 @@ class Workflow:
     def checkpoint(self, run: str, step: int) -> str:
         return f"{self.run_dir(run)}/checkpoint_model_{step:06d}/{MARKER}"
 
+    def preflight(self, run: str) -> str:
+        return f"{self.run_dir(run)}/preflight/{MARKER}"
+
     def validation(self, run: str, step: int, name: str) -> str:
         return f"{self.run_dir(run)}/validation/step_{step:06d}/{name}/{MARKER}"
 
@@ -235,9 +132,19 @@ class Workflow:
     # the chain of segments
 
     def checkpoint_steps(self, run: str) -> list[int]:
-        """Steps of the run's checkpoints: every multiple of `checkpoint_every`, and the last step."""
-        spec = self.config.runs[run]
-        return sorted({*range(spec.checkpoint_every, spec.steps + 1, spec.checkpoint_every), spec.steps})
+        """Steps of the run's checkpoints: every multiple of `checkpoint_every`, and the last step.
+
+        What is published keeps its place and its predecessor, so another cadence holds from the newest checkpoint on:
+        Snakemake would otherwise find the old segments' inputs changed, and refuse or repeat them.
+        """
+        spec, published = self.config.runs[run], self._published[run]
+        wanted = {*range(spec.checkpoint_every, spec.steps + 1, spec.checkpoint_every), spec.steps}
+        kept = {step for step in wanted if not any(a < step < b for b, a in published.items())}
+        return sorted(kept | {step for step in published if step <= spec.steps})
+
+    @cached_property
+    def _published(self) -> dict[str, dict[int, int]]:
+        return {run: published_segments(Path(self.run_dir(run))) for run in self.config.runs}
 
     def previous_checkpoint(self, run: str, step: int) -> list[str]:
         """The marker that a segment ending at `step` continues from; empty for the first segment."""
@@ -282,7 +189,7 @@ class Workflow:
         }
 
     def inference_identity(self, name: str) -> str:
-        return self._resolve_inference(name).semantic_digest
+        return self.resolved_inference(name).semantic_digest
 
     def comparison_inputs(self, name: str) -> list[str]:
         """Markers of the artifacts that a comparison puts side by side."""
@@ -339,17 +246,17 @@ class Workflow:
         return str(self.basedir / "config" / kind / f"{name}.yaml")
 
     def run_arguments(self, run: str) -> str:
-        """`--config ... --overlay ... --set ...` of a run: what `resolve_run` resolves."""
+        """`--config ... --overlay ... --set ...` of a run as it is configured now.
+
+        Every job of a run gets them rather than its resolved-config.json, which keeps what the run began with: paths,
+        cadence, number of processes and validation passes may have changed since.
+        """
         spec = self.config.runs[run]
         return _arguments(
             self.config_path("recipes", spec.recipe),
             [self.config_path("scales", spec.scale)] if spec.scale else [],
             self._run_sets(run),
         )
-
-    def path_arguments(self, run: str) -> str:
-        """`--set` of the current places of a run's inputs and outputs, so that a moved results tree keeps working."""
-        return _arguments(None, [], self._path_sets(run))
 
     def inference_arguments(self, name: str) -> str:
         spec = self.config.inference[name]
@@ -385,7 +292,7 @@ class Workflow:
         processes = self.config.runs[run].processes
         words = [self.python]
         if processes > 1:
-            words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            words += ["-m", "solarwm_lib.runtime.torchrun", "--standalone", f"--nproc-per-node={processes}"]
         return shlex.join(words)
 
     def rulegraph_command(self, configfiles: Iterable[str]) -> str:
@@ -422,20 +329,37 @@ class Workflow:
             self._known(spec.data, self.config.data, f"runs.{run}.data")
             self._known(spec.assets, self.config.assets, f"runs.{run}.assets")
             self.validated_steps(run)
+            try:
+                refuse_unsupported(self.resolved[run])
+            except ConfigError as error:
+                raise ConfigError(f"runs.{run}: {error}") from None
+        self._check_target_names()
         for name, inference in self.config.inference.items():
             self._known(inference.run, self.config.runs, f"inference.{name}.run")
-            self._resolve_inference(name)
+            self.resolved_inference(name)
         for name in self.config.comparisons:
             self.comparison_inputs(name)
         refuse_changed_identities(self)
 
     # internals
 
+    def _check_target_names(self) -> None:
+        """Runs, stages, inferences and comparisons are targets by name, beside the rules themselves."""
+        names = [*RULES, *self.config.runs, *self.stages]
+        names += [f"infer_{name}" for name in self.config.inference]
+        names += [f"compare_{name}" for name in self.config.comparisons]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(
+                f"{repeated[0]!r} names two targets: a run may not be called like a rule ({', '.join(RULES)}), a stage, "
+                "or another target; use another name"
+            )
+
     def _resolve_run(self, run: str) -> Resolved:
         spec = self.config.runs[run]
         return self._resolve(f"runs.{run}", spec.recipe, spec.scale, self._run_sets(run))
 
-    def _resolve_inference(self, name: str) -> Resolved:
+    def resolved_inference(self, name: str) -> Resolved:
+        """The resolved configuration of an inference. Raises ConfigError when it is not legal."""
         spec = self.config.inference[name]
         return self._resolve(f"inference.{name}", spec.recipe, spec.scale, self._inference_sets(name))
 
@@ -506,61 +430,6 @@ def load_workflow(values: Mapping[str, Any], basedir: Path, python: str = sys.ex
     workflow = Workflow(parse_config(values), Path(basedir), python)
     workflow.check()
     return workflow
-
-
-def refuse_changed_identities(workflow: Workflow) -> None:
-    """Refuse a config that would give an existing run, data set or base model another identity.
-
-    Raises ConfigError with a field-by-field diff. Paths, cadence, topology and the step count are free.
-    """
-    for run, resolved in workflow.resolved.items():
-        path = Path(workflow.run_dir(run)) / "resolved-config.json"
-        if path.is_file():
-            existing = _read_json(path)
-            if digest(semantic_view(existing)) != resolved.semantic_digest:
-                differences = diff(semantic_view(existing), semantic_view(resolved.values))
-                raise ConfigError(
-                    f"run {run} exists with another identity: {format_diff(differences, oneline=True)}; "
-                    f"use a new run name, or remove {workflow.run_dir(run)}"
-                )
-    declared = [
-        (workflow.data_marker(name), f"data.{name}", json.loads(workflow.data_spec(name)))
-        for name in workflow.config.data
-    ]
-    declared += [
-        (
-            workflow.assets_marker(name),
-            f"assets.{name}",
-            {"architecture": load_architecture(spec.architecture), "seed": spec.seed},
-        )
-        for name, spec in workflow.config.assets.items()
-    ]
-    for marker, key, spec in declared:
-        if not Path(marker).is_file():
-            continue
-        identity = _read_json(Path(marker)).get("identity", {})
-        identity = identity.get("spec", identity)
-        changed = [
-            f"{name} {identity[name]!r} -> {value!r}" if not isinstance(value, dict) else name
-            for name, value in spec.items()
-            if name in identity and identity[name] != value
-        ]
-        if changed:
-            raise ConfigError(
-                f"{key} exists with another identity: {', '.join(changed)}; use a new name, or remove {Path(marker).parent}"
-            )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON ({error}); it was cut or edited: remove it or restore it"
-        ) from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
 
 
 def _absolute(marker: str) -> str:

@@ -164,7 +164,8 @@ def _patch(architecture: dict[str, Any]) -> tuple[int, int]:
 def check_size(
     architecture: dict[str, Any], height: int, width: int, released: Sequence[tuple[int, int]] = ()
 ) -> None:
-    """Refuse H or W that the codec stride and the patch do not divide, with the two nearest legal values."""
+    """Refuse H and W that the codec stride and the patch do not divide, each with the two nearest legal values."""
+    problems = []
     for key, found, step in zip(
         ("height", "width"), (height, width), size_multiples(architecture), strict=True
     ):
@@ -172,10 +173,11 @@ def check_size(
             continue
         below, above = found // step * step, found // step * step + step
         nearest = f"{below} or {above}" if below else f"{above}"
-        text = f"data.{key}: found {found}, expected a multiple of {step}; nearest: {nearest}"
+        problems.append(f"data.{key}: found {found}, expected a multiple of {step}; nearest: {nearest}")
+    if problems:
         if released:
-            text += "; the released route uses " + _listed([f"{h}x{w}" for h, w in released])
-        raise ConfigError(text)
+            problems.append("the released route uses " + _listed([f"{h}x{w}" for h, w in released]))
+        raise ConfigError("; ".join(problems))
 
 
 def geometry(

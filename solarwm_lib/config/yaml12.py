@@ -131,7 +131,10 @@ def parse_yaml(text: str, source: str = "") -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = re.sub(r"'[^']{2,}'", "'...'", error.problem or "syntax error")
+        problem = error.problem or "syntax error"
+        if "'\\t'" in problem:
+            problem = "a tab; indent with spaces"
+        problem = re.sub(r"'[^']{2,}'", "'...'", problem)
         raise ConfigError(f"{prefix}{place}not valid YAML: {problem}") from None
     except yaml.YAMLError:
         raise ConfigError(f"{prefix}not valid YAML: a character that text files do not hold") from None

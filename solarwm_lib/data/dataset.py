@@ -12,17 +12,26 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from solarwm_lib import artifacts
 from solarwm_lib.data import camera, video
 from solarwm_lib.data.camera import CameraGuardError, Matrices
 from solarwm_lib.data.index import RawRow, read_index
 from solarwm_lib.data.sampling import Plan, PlannedSample
 from solarwm_lib.data.shards import ShardReader
 from solarwm_lib.data.video import Frames
-from solarwm_lib.runtime.errors import DataError
+from solarwm_lib.runtime.errors import ArtifactError, DataError
 
 GUARD_ATTEMPTS = 16
 WHOLE_VIDEO_SPANS = 4  # a video up to this many clips long is decoded whole and kept
 STRETCH_TOLERANCE = 0.03  # 1280x720 fits 864x480 and 832x480; anything further off needs a declared crop
+
+
+def read_dataset(root: str | Path) -> artifacts.Artifact:
+    """Return the published data set at `root`; DataError if it is absent, unfinished, or a shard is missing or cut."""
+    try:
+        return artifacts.read(root)
+    except ArtifactError as error:
+        raise DataError(f"data.root: {error}; rebuild the data set or change data.root") from None
 
 
 class DataConfig(Protocol):
@@ -122,6 +131,10 @@ class RawClips:
         self.plan.check_start(row_ordinal, start_frame)
         sample_id = self.rows[row_ordinal].sample_id
         return self._load(PlannedSample(-1, row_ordinal, 0, 0, start_frame, f"{sample_id}@{start_frame}"), ())
+
+    def check(self) -> None:
+        """Compare every shard with the index, without reading any content. Raises DataError."""
+        self._shards.check(self.rows)
 
     def close(self) -> None:
         """Close the shards."""

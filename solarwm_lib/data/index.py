@@ -166,7 +166,10 @@ def read_index(path: str | Path) -> list[RawRow]:
     path = Path(path)
     rows = [_parse(row, path, number) for number, row in read_rows(path)]
     if not rows:
-        raise DataError(f"{path}: index is empty, expected at least one row")
+        raise DataError(
+            f"{path}: index is empty, expected at least one row; "
+            "set data.train_index or data.test_index, or rebuild the data set"
+        )
     check_rows(rows, str(path))
     return rows
 

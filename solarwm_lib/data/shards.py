@@ -12,6 +12,7 @@ import re
 import tarfile
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -107,9 +108,28 @@ class ShardReader:
         digest = hashlib.sha256(data).hexdigest()
         if record.sha256 and digest != record.sha256:
             raise DataError(
-                f"{label}: sha256 is {digest}, the index promises {record.sha256}; the shard is damaged"
+                f"{label}: sha256 is {digest}, the index promises {record.sha256}; the shard is damaged, "
+                "restore a copy"
             )
         return data
+
+    def check(self, rows: Iterable[RawRow]) -> None:
+        """Compare every shard of `rows` with the index without reading content.
+
+        Raises DataError for a shard that is missing, outside the root, of another size, or ends before a member does.
+        """
+        last: dict[str, tuple[int, RawRow]] = {}
+        for row in rows:
+            end = max((member.offset + member.bytes for member in (row.members or {}).values()), default=0)
+            last[row.shard] = max(last.get(row.shard, (0, row)), (end, row), key=lambda pair: pair[0])
+        for name, (end, row) in last.items():
+            with self._lock:
+                size = self._shard(row).size
+            if size < end:
+                raise DataError(
+                    f"{name}: shard ends at byte {size}, the index promises bytes up to {end} (sample {row.sample_id!r}); "
+                    "the shard is truncated, copy or rebuild it"
+                )
 
     def close(self) -> None:
         """Close every open shard."""

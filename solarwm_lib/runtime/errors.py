@@ -80,3 +80,8 @@ EXIT_CODES: dict[int, str] = {
         )
     },
 }
+
+
+def of_exit_code(code: int) -> type[SolarError]:
+    """Return the class whose exit code is `code`: an error told by another process or a record is raised as itself."""
+    return next((kind for kind in SolarError.__subclasses__() if kind.exit_code == code), SolarError)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from solarwm_lib import __version__, artifacts
 from solarwm_lib.artifacts import json_bytes, write_atomic
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, Preempted, SolarError
+from solarwm_lib.runtime.lock import RUN_LOCK, exclusive
 
 if TYPE_CHECKING:
     from solarwm_lib.config.load import Resolved
@@ -55,29 +56,32 @@ def launch(action: str, resolved: Resolved, *, until_step: int | None = None) ->
         from solarwm_lib.training import setup, train
 
         setup.open_run(resolved, output)
+        setup.check_clips(resolved)
         records = output
         operation = lambda: train.run(resolved, run_dir=output, until_step=until_step)  # noqa: E731
     elif action == "infer":
         artifacts.read(Path(config.checkpoint.path))
         records = output.with_name(f"{output.name}.launch")
+        from solarwm_lib.inference.infer import infer, open_infer
 
-        def operation() -> Any:
-            from solarwm_lib.inference.infer import infer
-
-            return infer(resolved, output)
+        opened = open_infer(resolved)
+        operation = lambda: infer(resolved, output, opened)  # noqa: E731
     else:
         raise ConfigError(f"action {action!r} cannot be launched; expected train or infer")
 
+    # On every rank: a refusal by rank 0 alone would leave the others waiting for it.
+    bind_run_directory(records, resolved)
     if not topology.is_main:
         operation()
         return 0
-    attempt = Attempt.begin(action, resolved, records, topology, until_step)
-    try:
-        operation()
-    except BaseException as error:
-        attempt.end(error)
-        raise
-    attempt.end(None)
+    with exclusive(records / RUN_LOCK, "working"):
+        attempt = Attempt.begin(action, resolved, records, topology, until_step)
+        try:
+            operation()
+        except BaseException as error:
+            attempt.end(error)
+            raise
+        attempt.end(None)
     return 0
 
 

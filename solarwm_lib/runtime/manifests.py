@@ -222,7 +222,8 @@ def check_members(directory: Path, members: Sequence[Member], deep: bool) -> Non
             )
         if status.st_size != member.bytes:
             raise ArtifactError(
-                f"{directory}: member {member.path!r} has {status.st_size} bytes, expected {member.bytes}"
+                f"{directory}: member {member.path!r} has {status.st_size} bytes, expected {member.bytes}; "
+                "it is truncated or was changed, restore a copy"
             )
     if deep:
         _check_digests(directory, members)
@@ -240,7 +241,7 @@ def _check_digests(directory: Path, members: Sequence[Member]) -> None:
             if found != member.sha256:
                 raise ArtifactError(
                     f"{directory}: member {member.path!r} has the right size and other content "
-                    f"(sha256 {found[:12]}, expected {member.sha256[:12]})"
+                    f"(sha256 {found[:12]}, expected {member.sha256[:12]}); it is damaged, restore a copy"
                 )
 
 

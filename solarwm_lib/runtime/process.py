@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -51,16 +52,20 @@ class StopRequest:
 
 
 class Heartbeat:
-    """One small file per rank, `heartbeats/rank-00000.json`, replaced at every phase change.
+    """One small file per rank, `heartbeats/rank-00000.json`, rewritten at every phase change.
 
     It answers "is it alive, where is it, who is it waiting for": rank, pid, host, phase, step, last collective, wall
-    clock and monotonic seconds. Replaced atomically, not fsynced: after a power cut nobody asks.
+    clock and monotonic seconds. Rewritten in place by one write of fixed length: a rename over an existing file makes
+    ext4 flush, 3 ms four times a step, and after a power cut nobody asks.
     """
+
+    RECORD_BYTES = 2048
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = run_dir / "heartbeats" / f"rank-{rank:05d}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, os.close, self._descriptor)
         self._constant = {"rank": rank, "pid": os.getpid(), "host": os.uname().nodename}
 
     def beat(self, phase: str, step: int, collective: str | None = None, **extra: Any) -> None:
@@ -74,8 +79,8 @@ class Heartbeat:
             "monotonic_time": time.monotonic(),
             **extra,
         }
-        self._temporary.write_text(json.dumps(record, sort_keys=True) + "\n")
-        os.replace(self._temporary, self.path)
+        line = json.dumps(record, sort_keys=True).encode().ljust(self.RECORD_BYTES - 1) + b"\n"
+        os.pwrite(self._descriptor, line, 0)
 
 
 def memory_bytes() -> int:

@@ -14,17 +14,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from solarwm_lib.runtime import errors
-from solarwm_lib.runtime.errors import DistributedError, SolarError
+from solarwm_lib.runtime.errors import DistributedError, SolarError, of_exit_code
 from solarwm_lib.training.topology import Topology
 
 T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
-_BY_CODE = {
-    kind.exit_code: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, SolarError)
-}
 
 
 @contextmanager
@@ -88,7 +82,7 @@ def agree(error: SolarError | None) -> None:
     if failed:
         rank, (code, text) = failed[0]
         others = f" (also failed: ranks {', '.join(str(r) for r, _ in failed[1:])})" if failed[1:] else ""
-        raise _BY_CODE.get(code, SolarError)(f"rank {rank}: {text}{others}") from error
+        raise of_exit_code(code)(f"rank {rank}: {text}{others}") from error
 
 
 def on_main(topology: Topology, operation: Callable[[], T]) -> T:

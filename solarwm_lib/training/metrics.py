@@ -147,7 +147,16 @@ class Progress:
             self._bar = tqdm(total=until_step, initial=first_step, unit="step", dynamic_ncols=True)
 
     def update(self, record: StepRecord) -> None:
-        """Show one finished step."""
+        """Show one finished step; once whoever reads stderr is gone, nothing more is shown and training goes on.
+
+        A stop signal to the whole process group ends the `tee` behind us first: a broken pipe must not cost the save.
+        """
+        try:
+            self._show(record)
+        except OSError:
+            self._bar, self._enabled = None, False
+
+    def _show(self, record: StepRecord) -> None:
         if self._bar is not None:
             self._bar.update(1)
             self._bar.set_postfix(loss=f"{record.loss:.4f}", lr=f"{record.learning_rate:.2e}", refresh=False)

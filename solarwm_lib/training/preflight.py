@@ -11,12 +11,14 @@ import json
 import math
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.artifacts import Artifact, Transaction
 from solarwm_lib.runtime.launch import refuse_before_start
+from solarwm_lib.runtime.lock import exclusive
 from solarwm_lib.training import setup
 from solarwm_lib.training.topology import Topology
 
@@ -39,10 +41,13 @@ def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
     scratch = target.with_name(f".{target.name}.scratch")
     run = setup.open_run(resolved, scratch)
     topology, identity = run.topology, run.identity
+    setup.check_clips(resolved)
 
     from solarwm_lib.training import collectives, metrics, train
 
-    with collectives.process_group(topology):
+    with collectives.process_group(topology), ExitStack() as held:
+        lock = target.with_name(f".{target.name}.lock")
+        collectives.on_main(topology, lambda: held.enter_context(exclusive(lock, "in preflight")))
         published = collectives.on_main(topology, lambda: _reissue_or_clear(target, identity, scratch))
         if published is not None:
             return published
@@ -68,8 +73,10 @@ def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
 
 def _reissue_or_clear(target: Path, identity: dict[str, Any], scratch: Path) -> Artifact | None:
     published = artifacts.reissue(target, SCHEMA, identity)
+    shutil.rmtree(
+        scratch, ignore_errors=True
+    )  # also when published: a kill may have come before the clean-up
     if published is None:
-        shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     return published
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from solarwm_lib.backbones.protocol import Backbone
     from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.load import Resolved
+    from solarwm_lib.data.dataset import RawClips
     from solarwm_lib.training.batches import Batches
     from solarwm_lib.training.loop import Learner, Objective
 
@@ -71,15 +72,15 @@ def topology_of(resolved: Resolved) -> tuple[Topology, BatchPlan]:
 
 def read_inputs(resolved: Resolved) -> Inputs:
     """Read the markers of data set, base assets and, for a run that starts from one, the initial checkpoint."""
-    from solarwm_lib.training.checkpoint import SCHEMA
+    from solarwm_lib.data.dataset import read_dataset
 
     config = resolved.config
     initial = None
     if config.checkpoint.mode in ("weights_only", "full_resume"):
+        from solarwm_lib.training.checkpoint import SCHEMA
+
         initial = artifacts.read(Path(config.checkpoint.path), SCHEMA)
-    return Inputs(
-        artifacts.read(Path(config.data.root)), artifacts.read(Path(config.model.base_path)), initial
-    )
+    return Inputs(read_dataset(config.data.root), artifacts.read(Path(config.model.base_path)), initial)
 
 
 def identity_of(resolved: Resolved, inputs: Inputs) -> dict[str, Any]:
@@ -204,15 +205,29 @@ def _weight_roles(weights: Any) -> tuple[str, str]:
     )
 
 
+def open_clips(resolved: Resolved) -> RawClips:
+    """Open the training index; DataError for a bad row or a video that is shorter than the clip."""
+    from solarwm_lib.data.dataset import RawClips
+
+    data = resolved.config.data
+    return RawClips(data.root, data.train_index, data, data.decoded_cache_gib)
+
+
+def check_clips(resolved: Resolved) -> None:
+    """Raise DataError for a training index that cannot be used or does not fit its shards; needs no torch."""
+    clips = open_clips(resolved)
+    clips.check()
+    clips.close()
+
+
 def build_batches(resolved: Resolved, device: torch.device) -> Batches:
     """Open the training index and the frozen encoders."""
     from solarwm_lib.backbones.codec import load_codec
     from solarwm_lib.backbones.text import TextEncoder
-    from solarwm_lib.data.dataset import RawClips
     from solarwm_lib.training.batches import Batches
 
     config = resolved.config
-    clips = RawClips(config.data.root, config.data.train_index, config.data, config.data.decoded_cache_gib)
+    clips = open_clips(resolved)
     codec = load_codec(config.model.base_path)
     codec.vae.to(device)
     text = TextEncoder.from_pretrained(config.model.base_path, config.model.text_length)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.artifacts import Artifact
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, Preempted
+from solarwm_lib.runtime.lock import RUN_LOCK, exclusive
 from solarwm_lib.runtime.process import Heartbeat, StopRequest
 from solarwm_lib.training import setup
 from solarwm_lib.training.setup import Run
@@ -35,6 +38,7 @@ def run(
     Continues from the newest complete save of this run (`resume="auto"`), or refuses to if there is one
     (`resume="never"`). A target that is already published with this identity is verified and returned at once.
     `check_reload` reads the published checkpoint back and compares it bit for bit with the state in memory.
+    Rank 0 holds the run directory's lock meanwhile: ArtifactError names the process that already works there.
     Raises Preempted (exit 75) after a rolling save when asked to stop; the same call then continues.
     """
     until_step = resolved.config.train.max_steps if until_step is None else until_step
@@ -47,7 +51,8 @@ def run(
     from solarwm_lib.training.saver import Saver
 
     target = run_dir / checkpoint.directory_name(until_step)
-    with StopRequest() as stop, process_group(run.topology) as device:
+    with StopRequest() as stop, process_group(run.topology) as device, ExitStack() as held:
+        on_main(run.topology, lambda: held.enter_context(exclusive(run_dir / RUN_LOCK, "training")))
         setup.make_deterministic(device)
         heartbeat = Heartbeat(run_dir, run.topology.rank)
 
@@ -104,7 +109,7 @@ def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
         artifact = checkpoint.open_verified(complete[0].path)
     except ArtifactError as error:
         older = f"; the next older one is {complete[1].path.name}" if complete[1:] else ""
-        raise ArtifactError(f"{error}; remove {complete[0].path} to go on without it{older}") from error
+        raise ArtifactError(f"{error}, or remove {complete[0].path} to go on without it{older}") from error
     setup.refuse_other_identity(artifact, run.identity)
     return artifact
 
@@ -154,6 +159,9 @@ def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]
         "stream_position": state.stream_position,
         "learning_rate": state.learning_rate,
     }
+    # Another machine's libm may differ in the last bit of the cosine.
+    if math.isclose(state.learning_rate, implied["learning_rate"], rel_tol=1e-12):
+        held["learning_rate"] = implied["learning_rate"]
     if differences := artifacts.identity_diff(held, implied):
         raise ArtifactError(
             f"{source.path}: its state does not fit step {step} of this run: {'; '.join(differences)}"

@@ -143,6 +143,27 @@ def test_kill_minus_nine_in_a_segment_then_rerun_gives_identical_weights(tiny_wo
     assert [p.schema for p in lineage] == ["solarwm.dataset.raw.v1", "solarwm.assets.v1"]
 
 
+def test_a_second_trainer_in_the_run_directory_is_refused_and_disturbs_nothing(
+    tiny_world, uninterrupted, tmp_path
+):
+    run_dir = tmp_path / "run"
+    first = start(tiny_world.values(run_dir), run_dir)
+    wait_for_step(run_dir, 1, first)
+    first.send_signal(signal.SIGSTOP)  # an orphan that is still there, wherever in the step it is
+    try:
+        before = (run_dir / "run-result.json").read_bytes()
+        second = start(tiny_world.values(run_dir), run_dir)
+        _, message = second.communicate(timeout=240)
+        assert second.returncode == 4 and f"process {first.pid} on" in message
+        with pytest.raises(ArtifactError, match=f"process {first.pid} on"):
+            train.run(tiny_world.resolve(run_dir), run_dir=run_dir, until_step=STEPS)
+        assert (run_dir / "run-result.json").read_bytes() == before
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=240) == 0, first.stderr.read()
+    assert digests(run_dir) == digests(uninterrupted)
+
+
 def test_sigterm_saves_and_exits_75_and_the_same_command_finishes(tiny_world, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     values = tiny_world.values(run_dir, checkpoint__rolling_save_every_steps=0)
@@ -334,5 +355,5 @@ def test_preflight_trains_saves_reloads_and_validates_one_slot(tiny_world, tmp_p
     assert report["measured"]["validation"]["pass"] == "live"
     assert report["estimated"]["disk_suffices"] is True
     assert "preflight ok" in capsys.readouterr().out
-    assert sorted(os.listdir(run_dir)) == ["preflight"]
+    assert sorted(os.listdir(run_dir)) == [".preflight.lock", "preflight"]
     assert preflight(resolved, run_dir / "preflight").digest == artifact.digest

@@ -1,7 +1,9 @@
 """The workflow config as files: chains, names, refusals. No Snakemake, no torch."""
 
 import copy
+import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from solarwm_lib import graph
+from solarwm_lib.config import published
 from solarwm_lib.runtime.errors import ConfigError
 
 REPO = Path(__file__).parents[2]
@@ -37,6 +40,44 @@ def test_raising_the_steps_keeps_every_earlier_file_and_its_identity():
     assert before.identity("smoke") == after.identity("smoke")
 
 
+@pytest.mark.parametrize(
+    "every, steps, chain",
+    [
+        (2, 5, [2, 4, 5]),
+        (1, 7, [2, 4, 5, 6, 7]),
+        (4, 12, [2, 4, 5, 8, 12]),
+        (2, 8, [2, 4, 5, 6, 8]),
+        (2, 4, [2, 4]),
+    ],
+)
+def test_published_segments_keep_their_place_under_another_cadence(
+    tmp_path, monkeypatch, every, steps, chain
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(published, "_check_inputs", lambda *_: None)  # their markers are not made here
+    before = {2: None, 4: 2, 5: 4}
+    for step, parent in before.items():
+        marker = Path(workflow().checkpoint("smoke", step))
+        marker.parent.mkdir(parents=True)
+        paths = ["../../../data/room", "../../other/checkpoint_model_000003"]
+        paths += [f"../checkpoint_model_{parent:06d}"] if parent else []
+        marker.write_text(json.dumps({"parents": [{"path": path, "digest": ""} for path in paths]}))
+    after = workflow(checkpoint_every=every, steps=steps, validate_steps=[steps])
+    assert after.checkpoint_steps("smoke") == chain
+    for step, parent in before.items():
+        wanted = [after.checkpoint("smoke", parent)] if parent else []
+        assert step > steps or after.previous_checkpoint("smoke", step) == wanted
+
+
+def test_a_deleted_segment_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    marker = Path(workflow().checkpoint("smoke", 4))
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({"parents": [{"path": "../checkpoint_model_000002", "digest": ""}]}))
+    monkeypatch.setattr(published, "_check_inputs", lambda *_: None)
+    assert workflow(steps=6).checkpoint_steps("smoke") == [2, 4, 6]
+
+
 def test_what_follows_the_last_checkpoint_carries_its_step_in_the_name():
     assert workflow().comparison_marker("smoke") == "results/comparisons/smoke_step_000004/COMPLETE.json"
     assert workflow(steps=6).comparison_marker("smoke").endswith("smoke_step_000006/COMPLETE.json")
@@ -60,6 +101,8 @@ def test_a_comparison_takes_every_pass_of_the_last_validated_checkpoint():
         ({"set": {"train.optimizer.learning_rat": 1e-4}}, ["learning_rate"]),
         ({"set": {"data.pixel_frames": 80}}, ["77", "81"]),
         ({"processes": 3}, ["global_batch_size"]),
+        ({"set": {"train.strategy": "full_shard"}}, ["runs.smoke", "train.strategy", "replicate"]),
+        ({"steps": 1_000_000}, ["steps", "999999"]),
     ],
 )
 def test_refusals_name_the_key_and_the_nearest_valid_value(change, words):
@@ -77,6 +120,48 @@ def test_a_changed_identity_of_an_existing_run_is_refused_with_a_diff(tmp_path, 
     with pytest.raises(ConfigError, match=r"train\.optimizer\.learning_rate") as error:
         workflow(set={"train.optimizer.learning_rate": 0.5})
     assert "new run name" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["validate", "all", "stage0p5", "infer_tour"])
+def test_a_run_called_like_another_target_is_refused(name):
+    values = json.loads(json.dumps(SMOKE).replace('"smoke": {"recipe"', f'"{name}": {{"recipe"'))
+    values["inference"]["tour"]["run"] = values["comparisons"]["smoke"][0]["run"] = name
+    with pytest.raises(ConfigError, match=f"'{name}' names two targets"):
+        graph.load_workflow(values, REPO)
+
+
+def test_the_rules_that_names_are_kept_apart_from_are_those_of_the_files():
+    text = "".join(path.read_text() for path in [REPO / "Snakefile", *(REPO / "rules").glob("*.smk")])
+    assert sorted(graph.RULES) == sorted(re.findall(r"(?m)^rule (\w+):", text))
+
+
+def test_a_run_whose_data_set_was_swapped_or_made_again_otherwise_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chain = workflow()
+    for marker, identity in ((chain.data_marker("room"), {}), (chain.assets_marker("tiny"), {})):
+        Path(marker).parent.mkdir(parents=True)
+        Path(marker).write_text(json.dumps({"identity": identity, "of": marker}))
+    inputs = [Path(chain.data_marker("room")), Path(chain.assets_marker("tiny"))]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs]
+    preflight = Path(chain.preflight("smoke"))
+    preflight.parent.mkdir(parents=True)
+    parents = [
+        {"path": f"../../../{path.parent.relative_to('results')}", "digest": digest}
+        for path, digest in zip(inputs, digests, strict=True)
+    ]
+    identity = {"dataset": digests[0], "assets": digests[1]}
+    preflight.write_text(json.dumps({"identity": identity, "parents": parents}))
+    workflow()
+    values = copy.deepcopy(SMOKE)
+    values["data"]["other"] = {**values["data"]["room"], "seed": 8}
+    values["runs"]["smoke"]["data"] = "other"
+    with pytest.raises(ConfigError, match=r"runs\.smoke: data other .* not what the run began with"):
+        graph.load_workflow(values, REPO)
+    inputs[0].unlink()
+    workflow()  # it will be made again
+    inputs[0].write_text(json.dumps({"identity": {}, "of": "something else"}))
+    with pytest.raises(ConfigError, match=r"runs\.smoke: data room .* not what the run began with"):
+        workflow()
 
 
 def test_a_changed_data_set_is_refused(tmp_path, monkeypatch):

@@ -121,6 +121,54 @@ def test_another_identity_of_an_existing_run_is_refused_at_parse_time(built, tmp
     assert "Traceback" not in output
 
 
+PASS = {"mode": "bidirectional", "solver": "unipc", "num_inference_steps": 2}
+PASSES = [
+    {"name": "live", "weights": "live", **PASS},
+    {"name": "ema", "weights": "ema", **PASS},
+    {"name": "shuffled_camera", "weights": "ema", "camera": "shuffled", **PASS},
+]
+
+
+@pytest.mark.parametrize(
+    "section, name, settings, words",
+    [
+        ("runs", "smoke", {"validation.sample_count": 1}, "validation.sample_count 2 -> 1"),
+        ("runs", "smoke", {"validation.passes": [{**PASSES[0], "num_inference_steps": 3}, *PASSES[1:]]},
+         "pass live of run smoke exists with other settings: num_inference_steps 2 -> 3"),
+        ("inference", "tour", {"validation.passes": PASSES[:1]}, "passes live, ema, shuffled_camera -> live"),
+        ("inference", "tour", {"validation.noise_seed": 1}, "validation.noise_seed 42 -> 1"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_a_published_validation_or_inference_are_refused_at_parse_time(
+    built, tmp_path, section, name, settings, words
+):
+    folder = built.copy(tmp_path / "changed")
+    values = copy.deepcopy(SMOKE)
+    values[section][name]["set"] = settings
+    folder.configure(values)
+    assert words in folder.snakemake("-n", code=2)
+
+
+def test_a_run_goes_on_with_a_new_pass_more_processes_and_another_cadence(built, tmp_path):
+    folder = built.copy(tmp_path / "goes on")
+    values = copy.deepcopy(SMOKE)
+    more = {"name": "more", "weights": "ema", **PASS, "num_inference_steps": 3}
+    settings = {
+        "validation.passes": [*PASSES, more],
+        "train.micro_batch_size": 1,
+        "checkpoint.rolling_save_every_steps": 1,
+    }
+    values["runs"]["smoke"] |= {"steps": 6, "processes": 2, "set": settings}
+    folder.configure(values)
+    run = folder.results / "runs/smoke"
+    folder.snakemake(*(f"results/runs/smoke/{name}/COMPLETE.json"
+                       for name in ("validation/step_000004/more", "checkpoint_model_000006")))  # fmt: skip
+    summary = json.loads((run / "validation/step_000004/more/summary.json").read_text())
+    assert summary["pass"]["num_inference_steps"] == 3
+    history = json.loads((run / "checkpoint_model_000006/state.json").read_text())["history"]
+    assert [(part["to_step"], part["world_size"]) for part in history] == [(4, 1), (6, 2)]
+
+
 def test_a_lost_marker_is_issued_again_without_training(built, tmp_path):
     folder = built.copy(tmp_path / "lost")
     run = folder.results / "runs/smoke"

@@ -113,7 +113,13 @@ def test_latent_shapes_and_tokens_of_the_released_profiles(
     ("architecture", "height", "width", "message"),
     [
         ("wan22-ti2v-5b", 480, 850, "data.width: found 850, expected a multiple of 32; nearest: 832 or 864"),
-        ("wan22-ti2v-5b", 66, 50, "data.height: found 66, expected a multiple of 32; nearest: 64 or 96"),
+        (
+            "wan22-ti2v-5b",
+            66,
+            50,
+            "data.height: found 66, expected a multiple of 32; nearest: 64 or 96; "
+            "data.width: found 50, expected a multiple of 32; nearest: 32 or 64",
+        ),
         (
             "wan22-i2v-a14b",
             488,

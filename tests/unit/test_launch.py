@@ -10,7 +10,7 @@ import pytest
 from solarwm_lib import artifacts
 from solarwm_lib.config.load import load_resolved
 from solarwm_lib.runtime import launch as launching
-from solarwm_lib.runtime.errors import ArtifactError, ConfigError, NonFiniteError, Preempted
+from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError, NonFiniteError, Preempted
 from solarwm_lib.runtime.launch import Attempt, bind_run_directory, launch
 from solarwm_lib.training import train
 from solarwm_lib.training.topology import Topology
@@ -18,16 +18,19 @@ from solarwm_lib.training.topology import Topology
 
 @pytest.fixture
 def inputs(tmp_path):
-    """Published data set and assets with no content: launching reads markers, not models."""
+    """Published data set and assets without clips or weights: launching reads markers and the index, not models."""
+    row = {"sample_id": "a", "key": "a", "shard": "shards/a.tar", "num_frames": 9, "manifest": {},
+           "video_member": "a.video.mp4", "camera_member": "a.camera.npz"}  # fmt: skip
     for name, schema in (("data", "solarwm.dataset.raw.v1"), ("assets", "solarwm.assets.v1")):
         with artifacts.Transaction(tmp_path / name, schema, {"name": name}) as transaction:
-            transaction.write_bytes("train-index.jsonl", b"{}\n")
+            transaction.write_bytes("train-index.jsonl", json.dumps(row).encode())
+            transaction.write_bytes(row["shard"], b"")
     return tmp_path
 
 
 @pytest.fixture
 def resolve(inputs):
-    from conftest import TinyWorld
+    from tinyworld import TinyWorld
 
     world = TinyWorld(inputs / "data", inputs / "assets")
     return lambda **changes: world.resolve(inputs / "run", **changes)
@@ -153,7 +156,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
 
 def test_inputs_that_are_not_complete_are_refused_before_anything_is_written(inputs, resolve, outcome):
     (inputs / "data" / artifacts.MARKER).unlink()
-    with pytest.raises(ArtifactError, match=r"data: is not complete .*complete beside it: assets"):
+    with pytest.raises(DataError, match=r"data: is not complete .*complete beside it: assets"):
         launch("train", resolve())
     assert not (inputs / "run").exists()
 

@@ -229,3 +229,14 @@ def test_progress_without_a_terminal_is_one_line_per_interval(capsys):
     progress.close()
     lines = capsys.readouterr().err.strip().splitlines()
     assert [line.split()[1] for line in lines] == ["2/4", "4/4"]
+
+
+@pytest.mark.parametrize("every_steps", [1, 2])
+def test_progress_whose_reader_is_gone_does_not_end_the_training(monkeypatch, every_steps):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    monkeypatch.setattr("sys.stderr", os.fdopen(write_end, "w", buffering=1))
+    progress = metrics.Progress(0, 4, every_steps=every_steps, enabled=True)
+    for step in range(1, 5):
+        progress.update(metrics.StepRecord(step, 0.5, 1e-3, 1.0, 0.1, 0.0, 8.0, 1, 0.0, 0.0))
+    progress.close()

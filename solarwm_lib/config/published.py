@@ -1,0 +1,200 @@
+"""What is published already must agree with the workflow config; asked while the Snakefile is parsed, before any job.
+
+A changed setting would otherwise either contradict a result that stays in place, or make Snakemake remove its marker first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from solarwm_lib.config.architectures import load_architecture
+from solarwm_lib.config.identity import diff, digest, flatten, format_diff, semantic_view
+from solarwm_lib.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from solarwm_lib.config.load import Resolved
+    from solarwm_lib.graph import Workflow
+
+
+def refuse_changed_identities(workflow: Workflow) -> None:
+    """Refuse a config that would give an existing run, validation, inference, data set or base model another identity.
+
+    Raises ConfigError with a field-by-field diff. Paths, cadence, topology, the step count and further validation passes
+    are free.
+    """
+    for run, resolved in workflow.resolved.items():
+        _check_run(run, resolved, Path(workflow.run_dir(run)))
+        _check_inputs(workflow, run)
+        _check_validation(workflow, run, resolved)
+    for name in workflow.config.inference:
+        _check_inference(workflow, name)
+    _check_declared(workflow)
+
+
+def published_segments(run_dir: Path) -> dict[int, int]:
+    """Return step -> the step it was continued from (0: the start) of every published checkpoint of a run."""
+    segments = {}
+    for marker in run_dir.glob("checkpoint_model_*/COMPLETE.json"):
+        parents = [parent["path"] for parent in _read_json(marker).get("parents", ())]
+        before = [step for path in parents if (step := _segment_step(path, "../"))]
+        step = _segment_step(marker.parent.name)
+        if step:
+            segments[step] = max(before, default=0)
+    return segments
+
+
+def _segment_step(path: str, prefix: str = "") -> int:
+    """Return the step of a checkpoint directory of this run, 0 for anything else."""
+    match = re.fullmatch(re.escape(prefix) + r"checkpoint_model_(\d+)", path)
+    return int(match[1]) if match else 0
+
+
+def _check_run(run: str, resolved: Resolved, run_dir: Path) -> None:
+    path = run_dir / "resolved-config.json"
+    if not path.is_file():
+        return
+    existing = _read_json(path)
+    if digest(semantic_view(existing)) != resolved.semantic_digest:
+        differences = diff(semantic_view(existing), semantic_view(resolved.values))
+        raise ConfigError(
+            f"run {run} exists with another identity: {format_diff(differences, oneline=True)}; "
+            f"use a new run name, or remove {run_dir}"
+        )
+
+
+def _check_inputs(workflow: Workflow, run: str) -> None:
+    """A run keeps the data set and base model it began with, under whatever names: their digests are its identity."""
+    steps = reversed(workflow.checkpoint_steps(run))
+    made = [*(workflow.checkpoint(run, step) for step in steps), workflow.preflight(run)]
+    marker = next((path for path in map(Path, made) if path.is_file()), None)
+    if marker is None:
+        return
+    published = _read_json(marker)
+    places = {
+        parent["digest"]: os.path.realpath(marker.parent / parent["path"])
+        for parent in published.get("parents", ())
+    }
+    spec = workflow.config.runs[run]
+    for key, name, path in (
+        ("dataset", f"data {spec.data}", Path(workflow.data_marker(spec.data))),
+        ("assets", f"assets {spec.assets}", Path(workflow.assets_marker(spec.assets))),
+    ):
+        wanted = published.get("identity", {}).get(key)
+        if path.is_file():
+            same = hashlib.sha256(path.read_bytes()).hexdigest() == wanted
+        else:  # not made yet, or removed and made again the same
+            same = places.get(wanted) == os.path.realpath(path.parent)
+        if not same:
+            raise ConfigError(
+                f"runs.{run}: {name} ({path.parent}) is not what the run began with, {places.get(wanted) or wanted}; use a "
+                f"new run name, or restore it"
+            )
+
+
+def _check_validation(workflow: Workflow, run: str, resolved: Resolved) -> None:
+    folder = Path(workflow.run_dir(run)) / "validation"
+    plan = folder / "frozen-plan.json"
+    if plan.is_file() and (changed := _changed_plan(_read_json(plan), resolved)):
+        raise ConfigError(
+            f"run {run} has a frozen validation plan with other settings: {changed}; use a new run name, or remove {folder}"
+        )
+    passes = _passes(resolved)
+    for name, settings in passes.items():
+        steps = reversed(workflow.validated_steps(run))
+        made = (marker for step in steps if (marker := Path(workflow.validation(run, step, name))).is_file())
+        newest = next(made, None)
+        if newest is not None and (changed := _changes(_identity(newest).get("pass", {}), settings)):
+            raise ConfigError(
+                f"validation pass {name} of run {run} exists with other settings: {changed}; give the changed pass a new "
+                f"name, or remove {folder}/step_*/{name} and {name}.latents beside it"
+            )
+
+
+def _check_inference(workflow: Workflow, name: str) -> None:
+    marker = Path(workflow.inference_marker(name))
+    if not marker.is_file():
+        return
+    resolved = workflow.resolved_inference(name)
+    passes = _passes(resolved)
+    made = {item["pass"]["name"]: item["pass"] for item in _identity(marker).get("passes", ())}
+    changed = _changed_plan(_read_json(marker.parent / "frozen-plan.json"), resolved) or "; ".join(
+        text
+        for key, settings in passes.items()
+        if (text := _changes(made.get(key, {"name": None}), settings))
+    )
+    if not changed and made.keys() != passes.keys():
+        changed = f"passes {', '.join(made)} -> {', '.join(passes)}"
+    if changed:
+        raise ConfigError(
+            f"inference {name} exists with other settings: {changed}; use a new name, or remove {marker.parent}*"
+        )
+
+
+def _check_declared(workflow: Workflow) -> None:
+    for marker, key, spec in _declared(workflow):
+        if not Path(marker).is_file():
+            continue
+        identity = _identity(Path(marker))
+        identity = identity.get("spec", identity)
+        changed = [
+            f"{name} {identity[name]!r} -> {value!r}" if not isinstance(value, dict) else name
+            for name, value in spec.items()
+            if name in identity and identity[name] != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"{key} exists with another identity: {', '.join(changed)}; use a new name, or remove {Path(marker).parent}"
+            )
+
+
+def _declared(workflow: Workflow) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name in workflow.config.data:
+        yield workflow.data_marker(name), f"data.{name}", json.loads(workflow.data_spec(name))
+    for name, assets in workflow.config.assets.items():
+        spec = {"architecture": load_architecture(assets.architecture), "seed": assets.seed}
+        yield workflow.assets_marker(name), f"assets.{name}", spec
+
+
+def _changed_plan(plan: Mapping[str, Any], resolved: Resolved) -> str:
+    """Return which settings that decide the cases are not those of `plan`; empty if all are."""
+    now = dict(flatten(resolved.values))
+    frozen = plan.get("settings", {})
+    return _changes(frozen, {key: now.get(key) for key in frozen})
+
+
+def _passes(resolved: Resolved) -> dict[str, dict[str, Any]]:
+    return {item["name"]: item for item in resolved.values["validation"]["passes"]}
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return `key old -> new` for every key of `before` that has another value now."""
+    return ", ".join(
+        f"{key} {before[key]!r} -> {now.get(key)!r}" for key in before if before[key] != now.get(key)
+    )
+
+
+def _identity(marker: Path) -> dict[str, Any]:
+    identity = _read_json(marker).get("identity")
+    return identity if isinstance(identity, dict) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is missing beside its marker; remove {path.parent} or restore it"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not JSON ({error}); it was cut or edited: remove it or restore it"
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values

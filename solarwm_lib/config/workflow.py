@@ -1,0 +1,139 @@
+"""The schema of the workflow config (`config/config.yaml`): data sets, base models, runs, inferences, comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from solarwm_lib.config.architectures import did_you_mean
+from solarwm_lib.data.pack_options import PackOptions
+from solarwm_lib.runtime.errors import ConfigError
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+Name = Annotated[str, Field(pattern=f"^{NAME}$")]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SyntheticData(Strict):
+    """Rooms rendered along random camera paths; the fields are those of `solarwm_lib.data.synthetic.SynthSpec`."""
+
+    kind: Literal["synthetic"]
+    rooms: int = Field(1, ge=1, description="number of different rooms")
+    train_clips: int = Field(96, ge=1)
+    test_clips: int = Field(8, ge=1, description="clips on held-out camera paths")
+    frames: int = Field(33, ge=1, description="pixel frames per clip")
+    height: int = Field(64, ge=16)
+    width: int = Field(96, ge=16)
+    fps: float = Field(16.0, gt=0)
+    seed: int = Field(7, ge=0)
+    clips_per_shard: int = Field(32, ge=1)
+
+
+class FolderData(Strict):
+    """A folder of videos with sidecars, packed by `solarwm data pack`."""
+
+    kind: Literal["folder"]
+    source: str = Field(description="folder of videos")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of `solarwm data pack`")
+
+    def pack_options(self) -> PackOptions:
+        """Raises ConfigError for an unknown option or a value out of range."""
+        known = [field.name for field in fields(PackOptions)]
+        for name in self.options:
+            if name not in known:
+                raise ConfigError(f"unknown pack option {name}{did_you_mean(name, known)}; known are {known}")
+        options = PackOptions(**self.options)
+        options.check()
+        return options
+
+
+class TinyAssets(Strict):
+    """Random base weights of a tiny architecture, with a codec fitted in closed form."""
+
+    kind: Literal["tiny"]
+    architecture: Name = "wan22-tiny"
+    seed: int = Field(0, ge=0)
+
+
+class RunSpec(Strict):
+    """One training run: a recipe, its overlays and how far it goes."""
+
+    recipe: str = Field(description="file under config/recipes, without .yaml")
+    scale: str | None = Field(
+        None, description="file under config/scales, without .yaml, merged over the recipe"
+    )
+    data: Name
+    assets: Name
+    steps: int = Field(
+        ge=1,
+        le=999_999,
+        description="completed steps of the last checkpoint; raising it extends the chain",
+    )
+    checkpoint_every: int = Field(ge=1, description="steps per segment; one checkpoint each")
+    validate_steps: list[int] | None = Field(None, description="checkpoints to validate; default: all")
+    processes: int = Field(1, ge=1, description="data-parallel processes on this machine (torchrun)")
+    threads: int = Field(1, ge=1, description="CPU threads per process")
+    set: dict[str, Any] = Field(default_factory=dict, description="overrides by dotted key")
+
+
+class InferenceSpec(Strict):
+    """Standalone inference from a checkpoint of a run."""
+
+    run: Name
+    step: int | None = Field(None, description="checkpoint step; default: the last one")
+    recipe: str
+    scale: str | None = None
+    threads: int = Field(1, ge=1)
+    set: dict[str, Any] = Field(default_factory=dict)
+
+
+class Side(Strict):
+    """One column of a comparison: a validation pass of a run, or an inference artifact."""
+
+    run: Name | None = None
+    step: int | None = Field(None, description="checkpoint step; default: the last one")
+    passes: list[Name] = Field(default_factory=list, description="validation passes; default: all of the run")
+    inference: Name | None = None
+
+
+class WorkflowConfig(Strict):
+    """The whole workflow: `config/config.yaml`."""
+
+    results: str = Field("results", description="results root, relative to the working directory")
+    title: str = "SolarWM results"
+    data: dict[Name, Annotated[SyntheticData | FolderData, Field(discriminator="kind")]]
+    assets: dict[Name, TinyAssets]
+    runs: dict[Name, RunSpec]
+    inference: dict[Name, InferenceSpec] = Field(default_factory=dict)
+    comparisons: dict[Name, list[Side]] = Field(default_factory=dict)
+
+
+def parse_config(values: Mapping[str, Any]) -> WorkflowConfig:
+    """Validate the workflow config. Raises ConfigError naming the key and the nearest valid one."""
+    try:
+        return WorkflowConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(
+            "workflow config: " + "; ".join(_problem(item) for item in error.errors())
+        ) from None
+
+
+def _problem(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        names = {name for model in _MODELS for name in model.model_fields}
+        return f"unknown key {key}{did_you_mean(str(item['loc'][-1]), names)}"
+    return (
+        f"{key}: {item['msg']} (found {item['input']!r})"
+        if item["type"] != "missing"
+        else f"{key} is missing"
+    )
+
+
+_MODELS = (SyntheticData, FolderData, TinyAssets, RunSpec, InferenceSpec, Side, WorkflowConfig)
