@@ -171,6 +171,10 @@ class Workflow:
     def run_checkpoints(self, run: str) -> list[str]:
         return [self.checkpoint(run, step) for step in self.checkpoint_steps(run)]
 
+    def run_targets(self, run: str) -> list[str]:
+        """A run's report and what it reports on: a new pass is seen also where Snakemake remembers no inputs."""
+        return [self.completion_report(run), *self.run_validations(run)]
+
     def run_validations(self, run: str) -> list[str]:
         return [
             self.validation(run, step, name)
@@ -220,7 +224,7 @@ class Workflow:
 
     def all_targets(self) -> list[str]:
         return [
-            *(self.completion_report(run) for run in self.config.runs),
+            *(path for run in self.config.runs for path in self.run_targets(run)),
             *(self.comparison_marker(name) for name in self.config.comparisons),
             *(self.inference_marker(name) for name in self.config.inference),
             self.gallery,
@@ -228,9 +232,10 @@ class Workflow:
 
     def named_targets(self) -> dict[str, list[str]]:
         """Target rules: one per run, per stage, per inference and per comparison."""
-        targets = {run: [self.completion_report(run)] for run in self.config.runs}
+        targets = {run: self.run_targets(run) for run in self.config.runs}
         targets |= {
-            stage: [self.completion_report(run) for run in self.stage_runs(stage)] for stage in self.stages
+            stage: [path for run in self.stage_runs(stage) for path in self.run_targets(run)]
+            for stage in self.stages
         }
         targets |= {f"infer_{name}": [self.inference_marker(name)] for name in self.config.inference}
         return targets | {
@@ -447,7 +452,14 @@ def _arguments(config: str | None, overlays: list[str], sets: Mapping[str, Any])
 
 def _set_words(sets: Mapping[str, Any]) -> list[str]:
     """`KEY=VALUE` with VALUE in JSON, which the YAML parser reads back to the same value."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in sets.items()]
+    return [f"{key}={json.dumps(_number_or_same(value), ensure_ascii=False)}" for key, value in sets.items()]
+
+
+def _number_or_same(value: Any) -> Any:
+    """Snakemake reads workflow configs as YAML 1.1, where `5e-4` is text; everywhere else here it is a number."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
 
 
 def load_workflow_or_exit(values: Mapping[str, Any], basedir: Path, deployed: bool) -> Workflow:

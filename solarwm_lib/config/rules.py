@@ -319,6 +319,12 @@ def _check_passes(config: RunConfig, route: Route) -> None:
         )
     if config.inference.length == "camera" and (config.action != "infer" or route.stage != "stage2"):
         raise ConfigError("inference.length: camera is for infer with stage2; set fixed")
+    shuffled = [entry.name for entry in passes if entry.camera == "shuffled"]
+    if shuffled and config.validation.sample_count < 2:
+        raise ConfigError(
+            f"validation.sample_count: found {config.validation.sample_count}; pass {shuffled[0]!r} with camera: shuffled "
+            "takes the camera of the next clip and needs at least 2"
+        )
     names = [entry.name for entry in passes]
     for position, entry in enumerate(passes):
         key = f"validation.passes.{position}"

@@ -149,7 +149,9 @@ class Data(Section):
     max_camera_absolute: float | None = knob(
         20.0, "Refuse clips with a larger entry in a relative pose; null: no limit.", "camera units", gt=0
     )
-    decoded_cache_gib: float = knob(2.0, "Decoded frames kept in memory per process.", "GiB", ge=0)
+    decoded_cache_gib: float = knob(
+        2.0, "Decoded frames and encoded clips kept in memory per process, half for each.", "GiB", ge=0
+    )
     num_workers: int = knob(2, "Threads that prepare clips ahead of the step.", "threads", ge=0)
     transport: Transport = knob(Transport(), "Where shards come from.")
 

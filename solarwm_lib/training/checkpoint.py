@@ -273,6 +273,16 @@ def candidates(run_dir: Path, until_step: int) -> tuple[list[Candidate], list[Pa
     return sorted(complete, key=lambda c: (-c.step, c.rolling)), unfinished
 
 
+def newest_published(run_dir: Path) -> int:
+    """Return the step of the newest published checkpoint, 0 if there is none."""
+    steps = (
+        step_of(path)
+        for path, rolling in _save_directories(run_dir)
+        if not rolling and (path / artifacts.MARKER).exists()
+    )
+    return max((step for step in steps if step is not None), default=0)
+
+
 def _save_directories(run_dir: Path) -> Iterator[tuple[Path, bool]]:
     for parent, rolling in ((run_dir, False), (run_dir / "rolling", True)):
         for path in sorted(parent.iterdir()) if parent.is_dir() else []:

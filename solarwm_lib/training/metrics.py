@@ -38,11 +38,17 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Append-only `metrics.jsonl` of a run; each line is flushed, so a kill costs at most the line being written."""
+    """Append-only `metrics.jsonl` of a run; each line is flushed, so a kill costs at most the line being written.
 
-    def __init__(self, run_dir: Path, restored_step: int) -> None:
+    Steps after `restored_step` describe state that was lost and is computed again, except those after `until_step` that
+    led to the checkpoint of `published_step`: they stay when an earlier checkpoint is made again.
+    """
+
+    def __init__(
+        self, run_dir: Path, restored_step: int, until_step: int = 0, published_step: int = 0
+    ) -> None:
         self.path = run_dir / FILE
-        _truncate(self.path, restored_step)
+        _keep(self.path, restored_step, range(until_step + 1, published_step + 1))
         self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, record: StepRecord) -> None:
@@ -55,18 +61,17 @@ class MetricsLog:
         self._file.close()
 
 
-def _truncate(path: Path, restored_step: int) -> None:
-    """Drop the records of steps after `restored_step`: they describe state that was lost and is computed again."""
+def _keep(path: Path, restored_step: int, published: range) -> None:
     if not path.exists():
         return
-    kept = [record for record in read(path) if record["step"] <= restored_step]
+    kept = [record for record in read(path) if record["step"] <= restored_step or record["step"] in published]
     text = "".join(json.dumps(record, sort_keys=True) + "\n" for record in kept)
     if text.encode() != path.read_bytes():
         write_atomic(path, text.encode())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file. A line cut by a kill can only be the last one and is left out."""
+    """Return the records of a metrics file by step. A line cut by a kill can only be the last one and is left out."""
     records = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
@@ -77,7 +82,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 raise ArtifactError(
                     f"{path}: line {number} is not JSON; the file was edited or damaged"
                 ) from None
-    return records
+    return sorted(records, key=lambda record: record["step"])
 
 
 def plot_curves(run_dir: Path) -> Path | None:

@@ -210,7 +210,7 @@ def open_clips(resolved: Resolved) -> RawClips:
     from solarwm_lib.data.dataset import RawClips
 
     data = resolved.config.data
-    return RawClips(data.root, data.train_index, data, data.decoded_cache_gib)
+    return RawClips(data.root, data.train_index, data, data.decoded_cache_gib / 2)
 
 
 def check_clips(resolved: Resolved) -> None:
@@ -237,7 +237,7 @@ def build_batches(resolved: Resolved, device: torch.device) -> Batches:
         codec,
         text,
         device,
-        latent_cache_bytes=int(config.data.decoded_cache_gib * 2**30),
+        latent_cache_bytes=int(config.data.decoded_cache_gib / 2 * 2**30),
         workers=config.data.num_workers,
     )
 

@@ -181,12 +181,13 @@ def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]
 
 def fit(run: Run, trainer: Trainer, saver: Saver, until_step: int) -> None:
     """Step until `until_step` with metrics, progress and rolling saves; save and raise Preempted on a stop request."""
-    from solarwm_lib.training import loop
+    from solarwm_lib.training import checkpoint, loop
     from solarwm_lib.training.metrics import MetricsLog, Progress, StepRecord, plot_curves
 
     config, learner, is_main = run.resolved.config, trainer.learner, run.topology.is_main
     every = config.runtime.log_every_steps
-    metrics = MetricsLog(run.run_dir, learner.completed_steps) if is_main else None
+    published = checkpoint.newest_published(run.run_dir)
+    metrics = MetricsLog(run.run_dir, learner.completed_steps, until_step, published) if is_main else None
     progress = Progress(learner.completed_steps, until_step, every, config.runtime.progress and is_main)
 
     def on_step(record: StepRecord) -> None:

@@ -111,6 +111,17 @@ def test_refusals_name_the_key_and_the_nearest_valid_value(change, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_both_spellings_of_a_number_are_numbers():
+    text, number = (workflow(set={"train.optimizer.learning_rate": value}) for value in ("5e-4", 5e-4))
+    assert text.identity("smoke") == number.identity("smoke") != workflow().identity("smoke")
+
+
+def test_a_new_validation_pass_is_a_target_of_the_run():
+    passes = [{"name": name, "weights": "ema", "num_inference_steps": 2} for name in ("ema", "again")]
+    longer = workflow(set={"validation.passes": passes})
+    assert longer.validation("smoke", 4, "again") in longer.named_targets()["smoke"]
+
+
 def test_a_changed_identity_of_an_existing_run_is_refused_with_a_diff(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Path(workflow().run_dir("smoke"))

@@ -209,6 +209,18 @@ def test_metrics_past_the_restored_step_are_dropped(tmp_path):
     assert [r["step"] for r in metrics.read(tmp_path / metrics.FILE)] == [1, 2, 3, 4]
 
 
+def test_making_an_early_checkpoint_again_keeps_the_records_of_later_published_steps(tmp_path):
+    log = metrics.MetricsLog(tmp_path, 0)
+    for step in range(1, 8):
+        log.append(_record(step))
+    log.close()
+    log = metrics.MetricsLog(tmp_path, restored_step=1, until_step=3, published_step=6)
+    for step in (2, 3):
+        log.append(_record(step))
+    log.close()
+    assert [r["step"] for r in metrics.read(tmp_path / metrics.FILE)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_curves_are_drawn(tmp_path):
     assert metrics.plot_curves(tmp_path) is None
     log = metrics.MetricsLog(tmp_path, 0)
