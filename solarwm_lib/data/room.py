@@ -19,7 +19,7 @@ from solarwm_lib.runtime import keyed
 TEXELS = 256
 RAYS_PER_SIDE = 2
 HALF_HEIGHT = 1.5
-SOFT_METRES = 0.12
+SOFT_METRES = 0.25
 
 Colour = tuple[float, float, float]
 
@@ -61,7 +61,7 @@ class Canvas:
         self.rgb = np.broadcast_to(np.array(base), (TEXELS, TEXELS, 3)).copy()
 
     def paint(
-        self, distance: NDArray, colour: Colour | NDArray, opacity: float = 0.85, soft: float = SOFT_METRES
+        self, distance: NDArray, colour: Colour | NDArray, opacity: float = 0.8, soft: float = SOFT_METRES
     ) -> None:
         """Blend `colour` where the signed `distance` in metres is negative, with a soft edge."""
         inside = np.clip(0.5 - distance / (2 * soft), 0, 1)
