@@ -408,6 +408,7 @@ class Workflow:
         spec = self.config.inference[name]
         return {
             "name": name,
+            "distributed.world_size": 1,
             **spec.set,
             **self._path_sets(spec.run),
             "runtime.output_dir": _absolute(self.inference_marker(name)),

@@ -111,6 +111,13 @@ def test_refusals_name_the_key_and_the_nearest_valid_value(change, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_inference_is_one_process_however_many_train():
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"]["processes"] = 2
+    values["runs"]["smoke"]["set"] = {"train.micro_batch_size": 1}
+    assert "distributed.world_size=1" in graph.load_workflow(values, REPO).inference_arguments("tour")
+
+
 def test_both_spellings_of_a_number_are_numbers():
     text, number = (workflow(set={"train.optimizer.learning_rate": value}) for value in ("5e-4", 5e-4))
     assert text.identity("smoke") == number.identity("smoke") != workflow().identity("smoke")
