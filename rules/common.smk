@@ -44,10 +44,6 @@ def launcher(wildcards, output):
     return WORKFLOW.launcher(wildcards.run)
 
 
-def omp_threads(wildcards, output):
-    return WORKFLOW.config.runs[wildcards.run].threads
-
-
 def until_step(wildcards, output):
     return int(wildcards.step)
 

@@ -15,4 +15,4 @@ rule infer:
         ),
         arguments=inference_arguments,
     shell:
-        "OMP_NUM_THREADS={threads} {params.solarwm} infer {params.arguments} > {log:q} 2>&1"
+        "{params.solarwm} infer {params.arguments} > {log:q} 2>&1"

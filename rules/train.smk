@@ -32,11 +32,10 @@ rule preflight:
     params:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,
-        omp_threads=omp_threads,
         arguments=run_arguments,
         out=artifact_dir,
     shell:
-        "OMP_NUM_THREADS={params.omp_threads} {params.launcher} -m solarwm_lib preflight"
+        "{params.launcher} -m solarwm_lib preflight"
         " {params.arguments} --out {params.out:q} > {log:q} 2>&1"
 
 
@@ -58,9 +57,8 @@ rule train_segment:
     params:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,
-        omp_threads=omp_threads,
         arguments=run_arguments,
         until_step=until_step,
     shell:
-        "OMP_NUM_THREADS={params.omp_threads} {params.launcher} -m solarwm_lib train"
+        "{params.launcher} -m solarwm_lib train"
         " {params.arguments} --until-step {params.until_step} 2>&1 | tee {log:q}"

@@ -36,6 +36,6 @@ rule validate:
         checkpoint=lambda wildcards, input: str(Path(input.checkpoint).parent),
         out=artifact_dir,
     shell:
-        "OMP_NUM_THREADS={threads} {params.solarwm} validate {params.arguments}"
+        "{params.solarwm} validate {params.arguments}"
         " --checkpoint {params.checkpoint:q} --plan {input.plan:q} --pass {wildcards.validation_pass:q}"
         " --out {params.out:q} > {log:q} 2>&1"

@@ -27,6 +27,7 @@ from solarwm_lib.runtime.errors import ConfigError, SolarError
 from solarwm_lib.training.setup import refuse_unsupported
 
 MARKER = "COMPLETE.json"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 RULES = (
     "all",
     "build_tiny_assets",
@@ -293,11 +294,20 @@ class Workflow:
         return shlex.join(words)
 
     def launcher(self, run: str) -> str:
-        """The words before `-m solarwm_lib`: plain Python for one process, torchrun for several."""
-        processes = self.config.runs[run].processes
-        words = [self.python]
-        if processes > 1:
-            words += ["-m", "solarwm_lib.runtime.torchrun", "--standalone", f"--nproc-per-node={processes}"]
+        """The words before `-m solarwm_lib`: plain Python for one process, torchrun for several.
+
+        Snakemake sets the thread variables to the job's threads, which is those of all processes together; PyTorch
+        follows MKL's over OpenMP's, and twice as many threads as cores make a step ten times slower.
+        """
+        spec = self.config.runs[run]
+        words = ["env", *(f"{name}={spec.threads}" for name in THREAD_VARIABLES), self.python]
+        if spec.processes > 1:
+            words += [
+                "-m",
+                "solarwm_lib.runtime.torchrun",
+                "--standalone",
+                f"--nproc-per-node={spec.processes}",
+            ]
         return shlex.join(words)
 
     def rulegraph_command(self, configfiles: Iterable[str]) -> str:

@@ -118,6 +118,13 @@ def test_inference_is_one_process_however_many_train():
     assert "distributed.world_size=1" in graph.load_workflow(values, REPO).inference_arguments("tour")
 
 
+def test_each_process_has_its_own_threads_whatever_the_job_has_in_all():
+    spread = workflow(processes=2, threads=3, set={"train.micro_batch_size": 1})
+    assert spread.run_threads("smoke") == 6
+    words = spread.launcher("smoke").split()
+    assert {"OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "--nproc-per-node=2"} < set(words)
+
+
 def test_both_spellings_of_a_number_are_numbers():
     text, number = (workflow(set={"train.optimizer.learning_rate": value}) for value in ("5e-4", 5e-4))
     assert text.identity("smoke") == number.identity("smoke") != workflow().identity("smoke")
