@@ -140,11 +140,6 @@ class PassRun:
     def donor(self, slot: int) -> dict[str, Any]:
         """The case whose camera slot `slot` uses: its own, or the next one's when cameras are shuffled."""
         cases = self.plan["cases"]
-        if self.settings.camera == "shuffled" and len(cases) < 2:
-            raise ConfigError(
-                f"validation.passes {self.settings.name!r}: camera 'shuffled' needs two cases or more, the plan has "
-                f"{len(cases)}; raise validation.sample_count"
-            )
         return cases[(slot + (self.settings.camera == "shuffled")) % len(cases)]
 
 

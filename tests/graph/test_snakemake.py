@@ -132,7 +132,7 @@ PASSES = [
 @pytest.mark.parametrize(
     "section, name, settings, words",
     [
-        ("runs", "smoke", {"validation.sample_count": 1}, "validation.sample_count 2 -> 1"),
+        ("runs", "smoke", {"validation.sample_count": 3}, "validation.sample_count 2 -> 3"),
         ("runs", "smoke", {"validation.passes": [{**PASSES[0], "num_inference_steps": 3}, *PASSES[1:]]},
          "pass live of run smoke exists with other settings: num_inference_steps 2 -> 3"),
         ("inference", "tour", {"validation.passes": PASSES[:1]}, "passes live, ema, shuffled_camera -> live"),
