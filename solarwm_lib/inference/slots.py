@@ -19,7 +19,7 @@ from solarwm_lib.runtime.errors import MemoryExhausted, NonFiniteError, SolarErr
 from solarwm_lib.runtime.files import json_bytes
 
 SLOT_SCHEMA = "solarwm.validation-slot.v1"
-VIDEO_CRF, COMPARE_CRF = 12, 20
+VIDEO_CRF, COMPARE_CRF = 12, 30
 FRAME_COLUMNS = (
     "frame",
     "psnr",
