@@ -4,7 +4,8 @@ import sys
 sys.path.insert(0, str(workflow.basedir))
 
 from solarwm_lib.config.workflow import NAME
-from solarwm_lib.graph import announce_leftovers, load_workflow_or_exit
+from solarwm_lib.graph import load_workflow_or_exit
+from solarwm_lib.runtime.leftovers import announce_leftovers
 
 WORKFLOW = load_workflow_or_exit(
     config,

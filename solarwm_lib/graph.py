@@ -7,7 +7,6 @@ is here, where a unit test reaches it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -483,26 +482,3 @@ def load_workflow_or_exit(values: Mapping[str, Any], basedir: Path, deployed: bo
     except SolarError as error:
         print(f"solarwm: error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-
-
-def announce_leftovers(workdir: Path) -> None:
-    """Say in one line how to clear the lock that a killed Snakemake left in `workdir`."""
-    locks = workdir / ".snakemake" / "locks"
-    if "--unlock" in sys.argv or not locks.is_dir() or not any(locks.iterdir()):
-        return
-    import psutil
-
-    for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
-        words = process.info["cmdline"] or []
-        others = process.info["pid"] not in (os.getpid(), os.getppid())
-        if (
-            others
-            and process.info["cwd"] == str(workdir)
-            and any("snakemake" in Path(word).name for word in words[:4])
-        ):
-            return
-    print(
-        f"solarwm: the lock in {locks} was left by a killed Snakemake (no other one works in this folder); "
-        "clear it with: snakemake --unlock",
-        file=sys.stderr,
-    )
