@@ -11,6 +11,7 @@ if "runs" not in config:
 include: "rules/common.smk"
 include: "rules/assets.smk"
 include: "rules/data.smk"
+include: "rules/latents.smk"
 include: "rules/train.smk"
 include: "rules/validate.smk"
 include: "rules/infer.smk"

@@ -20,6 +20,9 @@ announce_leftovers(Path.cwd())
 wildcard_constraints:
     data=NAME,
     assets=NAME,
+    windows=WORKFLOW.section_pattern("windows"),
+    latents=WORKFLOW.section_pattern("latents"),
+    part=r"\d{6}",
     run=NAME,
     step=r"\d{6}",
     validation_pass=NAME,
@@ -35,6 +38,18 @@ def solarwm_command(wildcards, output):
 
 def pack_arguments(wildcards, output):
     return WORKFLOW.pack_arguments(wildcards.data)
+
+
+def windows_arguments(wildcards, output):
+    return WORKFLOW.windows_arguments(wildcards.windows)
+
+
+def latents_arguments(wildcards, output):
+    return WORKFLOW.latents_arguments(wildcards.latents)
+
+
+def part_number(wildcards, output):
+    return int(wildcards.part)
 
 
 def run_arguments(wildcards, output):

@@ -31,3 +31,23 @@ rule index_clips:
         out=artifact_dir,
     shell:
         "{params.solarwm} data pack {params.arguments} --out {params.out:q} > {log:q} 2>&1"
+
+
+rule materialize_windows:
+    input:
+        lambda wildcards: WORKFLOW.data_marker(
+            WORKFLOW.config.windows[wildcards.windows].data
+        ),
+    output:
+        f"{RESULTS}/windows/{{windows}}/COMPLETE.json",
+    log:
+        f"{RESULTS}/logs/materialize_windows/{{windows}}.log",
+    conda:
+        "../envs/solarwm.yaml"
+    params:
+        solarwm=solarwm_command,
+        identity=lambda wildcards: WORKFLOW.windows_spec(wildcards.windows),
+        arguments=windows_arguments,
+        out=artifact_dir,
+    shell:
+        "{params.solarwm} data materialize-windows {params.arguments} --out {params.out:q} > {log:q} 2>&1"

@@ -19,7 +19,7 @@ rule resolve_run:
 
 rule preflight:
     input:
-        unpack(lambda wildcards: WORKFLOW.run_inputs(wildcards.run)),
+        unpack(lambda wildcards: WORKFLOW.training_inputs(wildcards.run)),
         config=f"{RESULTS}/runs/{{run}}/resolved-config.json",
         plan=f"{RESULTS}/runs/{{run}}/validation/frozen-plan.json",
     output:
@@ -41,7 +41,7 @@ rule preflight:
 
 rule train_segment:
     input:
-        unpack(lambda wildcards: WORKFLOW.run_inputs(wildcards.run)),
+        unpack(lambda wildcards: WORKFLOW.training_inputs(wildcards.run)),
         config=f"{RESULTS}/runs/{{run}}/resolved-config.json",
         preflight=f"{RESULTS}/runs/{{run}}/preflight/COMPLETE.json",
         previous=lambda wildcards: WORKFLOW.previous_checkpoint(

@@ -98,8 +98,8 @@ log = logging.getLogger(__name__)
 class Transaction:
     """Context manager that publishes one artifact, or nothing.
 
-    `identity` is the semantic identity (JSON values); `parents` are directories or markers of the artifacts this one
-    is made from, verified when the transaction starts. `expected_bytes` refuses to start when that much is not free.
+    `identity` is the semantic identity (JSON values); `parents` are the artifacts this one is made from: read ones, or
+    directories or markers, which are verified when the transaction starts. `expected_bytes` refuses to start when that much is not free.
     Leaving the block normally commits and sets `artifact`; an exception removes the staging directory and goes on
     (as ArtifactError if the disk is full). Every regular file found in the staging directory becomes a member.
     """
@@ -111,7 +111,7 @@ class Transaction:
         target: Path | str,
         schema: str,
         identity: dict[str, Any],
-        parents: Sequence[Path | str] = (),
+        parents: Sequence[Artifact | Path | str] = (),
         *,
         expected_bytes: int = 0,
     ) -> None:
@@ -330,7 +330,11 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def reissue(
-    target: Path | str, schema: str, identity: dict[str, Any], *, parents: Sequence[Path | str] | None = None
+    target: Path | str,
+    schema: str,
+    identity: dict[str, Any],
+    *,
+    parents: Sequence[Artifact | Path | str] | None = None,
 ) -> Artifact | None:
     """What a job does first: if its target's payload is already there, verify it deeply and issue the marker again.
 

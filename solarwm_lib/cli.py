@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from solarwm_lib import __version__
-from solarwm_lib.data.pack_options import add_arguments as add_pack_arguments
+from solarwm_lib import __version__, cli_data
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, MemoryExhausted, SolarError
 
 Handler = Callable[[argparse.Namespace], Any]
@@ -94,6 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     infer = add(commands, "infer", _infer, "generate videos from a checkpoint")
     _config_arguments(infer)
+    preencode = add(commands, "preencode", _preencode, "encode raw clips into a generation of stored latents")
+    _config_arguments(preencode)
+    preencode.add_argument("--part", type=int, help="only this part, from 0 (default: all, then the index)")
+    preencode.add_argument("--out", type=Path, help="artifact directory of the part")
+    merge = add(commands, "merge-latents", _merge_latents, "check all parts and publish their index")
+    _config_arguments(merge)
+    merge.add_argument("--out", type=Path, help="artifact directory (default: index/ of the generation)")
     preflight = add(
         commands, "preflight", _preflight, "two real steps, a save and reload, one validation slot"
     )
@@ -137,19 +143,8 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", action="store_true", help="print JSON")
     add(config, "reference", _config_reference, "print the reference of every configuration key as Markdown")
 
-    data = add_group("data", "make, pack and inspect data sets")
-    synthesize = add(data, "synthesize", _data_synthesize, "render the tiny world into raw-WDS shards")
-    synthesize.add_argument(
-        "--spec", required=True, help="JSON object: rooms, train_clips, test_clips, frames, ..."
-    )
-    synthesize.add_argument("--out", type=Path, required=True, help="artifact directory")
-    pack = add(data, "pack", _data_pack, "turn a folder of videos with sidecars into raw-WDS shards")
-    pack.add_argument("source", type=Path, help="folder of videos with sidecars")
-    pack.add_argument("--out", type=Path, required=True, help="artifact directory")
-    add_pack_arguments(pack)
-    inspect = add(data, "inspect", _data_inspect, "counts and digests of an index")
-    inspect.add_argument("index", type=Path)
-    inspect.add_argument("--json", action="store_true", help="print JSON")
+    data = add_group("data", "make, inspect and plan data sets")
+    cli_data.add_commands(data, add, _config_arguments)
 
     assets = add_group("assets", "base weights")
     tiny = add(assets, "tiny", _assets_tiny, "build the tiny base model as a diffusers pipeline folder")
@@ -174,9 +169,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
+def _config_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
-        "--config", type=Path, required=True, help="recipe, run configuration or resolved-config.json"
+        "--config", type=Path, required=required, help="recipe, run configuration or resolved-config.json"
     )
     parser.add_argument(
         "--overlay",
@@ -195,7 +190,8 @@ def _config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _load(arguments: argparse.Namespace, action: str | None = None) -> Any:
+def load_arguments(arguments: argparse.Namespace, action: str | None = None) -> Any:
+    """Return the resolved configuration of `--config`, `--overlay` and `--set`; its action must be `action`."""
     from solarwm_lib.config.load import load
 
     resolved = load(arguments.config, overlays=arguments.overlay, sets=arguments.sets)
@@ -207,40 +203,60 @@ def _load(arguments: argparse.Namespace, action: str | None = None) -> Any:
     return resolved
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """Print JSON for people and programs: indented, sorted, non-ASCII kept."""
     print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    resolved = _load(arguments, "train")
+    resolved = load_arguments(arguments, "train")
     from solarwm_lib.runtime.launch import launch
 
     return launch("train", resolved, until_step=arguments.until_step)
 
 
 def _infer(arguments: argparse.Namespace) -> int:
-    resolved = _load(arguments, "infer")
+    resolved = load_arguments(arguments, "infer")
     from solarwm_lib.runtime.launch import launch
 
     return launch("infer", resolved)
 
 
+def _preencode(arguments: argparse.Namespace) -> None:
+    resolved = load_arguments(arguments, "preencode")
+    from solarwm_lib.preencode.part import preencode, preencode_part
+
+    if arguments.part is None and arguments.out is None:
+        preencode(resolved)
+    elif arguments.part is None or arguments.out is None:
+        raise ConfigError("preencode: give --part and --out together, or neither to encode everything")
+    else:
+        preencode_part(resolved, arguments.part, arguments.out)
+
+
+def _merge_latents(arguments: argparse.Namespace) -> None:
+    resolved = load_arguments(arguments, "preencode")
+    from solarwm_lib.preencode.merge import merge_parts
+
+    merge_parts(resolved, arguments.out)
+
+
 def _preflight(arguments: argparse.Namespace) -> None:
-    resolved = _load(arguments, "train")
+    resolved = load_arguments(arguments, "train")
     from solarwm_lib.training.preflight import preflight
 
     preflight(resolved, arguments.out)
 
 
 def _freeze_plan(arguments: argparse.Namespace) -> None:
-    resolved = _load(arguments)
+    resolved = load_arguments(arguments)
     from solarwm_lib.inference.plan import freeze_plan
 
     freeze_plan(resolved, arguments.out)
 
 
 def _validate(arguments: argparse.Namespace) -> None:
-    resolved = _load(arguments)
+    resolved = load_arguments(arguments)
     from solarwm_lib.inference.validation import validate
 
     validate(resolved, arguments.checkpoint, arguments.plan, arguments.pass_name, arguments.out)
@@ -270,7 +286,7 @@ def _lineage(arguments: argparse.Namespace) -> None:
 
     nodes = lineage(arguments.path)
     if arguments.json:
-        _print_json(lineage_json(nodes))
+        print_json(lineage_json(nodes))
     else:
         print(format_lineage(nodes))
 
@@ -279,13 +295,13 @@ def _config_routes(arguments: argparse.Namespace) -> None:
     from solarwm_lib.config.routes import format_table, table
 
     if arguments.json:
-        _print_json(table())
+        print_json(table())
     else:
         print(format_table())
 
 
 def _config_resolve(arguments: argparse.Namespace) -> None:
-    resolved = _load(arguments)
+    resolved = load_arguments(arguments)
     from solarwm_lib.config.load import placeholders, write_resolved
 
     found = placeholders(resolved.values)
@@ -296,7 +312,7 @@ def _config_resolve(arguments: argparse.Namespace) -> None:
     if arguments.output:
         write_resolved(resolved, arguments.output)
     else:
-        _print_json(
+        print_json(
             {
                 "source": resolved.source,
                 "source_digest": resolved.source_digest,
@@ -315,7 +331,7 @@ def _config_diff(arguments: argparse.Namespace) -> None:
 
     differences = diff(load(arguments.a).values, load(arguments.b).values)
     if arguments.json:
-        _print_json([difference._asdict() for difference in differences])
+        print_json([difference._asdict() for difference in differences])
     else:
         print(format_diff(differences))
 
@@ -324,30 +340,6 @@ def _config_reference(arguments: argparse.Namespace) -> None:
     from solarwm_lib.config.schema import reference_markdown
 
     print(reference_markdown(), end="")
-
-
-def _data_synthesize(arguments: argparse.Namespace) -> None:
-    from solarwm_lib.data.synthetic import SynthSpec, synthesize
-
-    synthesize(arguments.out, SynthSpec.from_json(arguments.spec))
-
-
-def _data_pack(arguments: argparse.Namespace) -> None:
-    from solarwm_lib.data.pack import pack
-    from solarwm_lib.data.pack_options import from_arguments
-
-    pack(arguments.source, arguments.out, from_arguments(arguments))
-
-
-def _data_inspect(arguments: argparse.Namespace) -> None:
-    from solarwm_lib.data.inspect import inspect
-
-    facts = inspect(arguments.index)
-    if arguments.json:
-        _print_json(facts)
-    else:
-        for key, value in facts.items():
-            print(f"{key:28} {value}")
 
 
 def _assets_tiny(arguments: argparse.Namespace) -> None:
@@ -380,4 +372,4 @@ def _report_graph(arguments: argparse.Namespace) -> None:
 def _environment_probe(arguments: argparse.Namespace) -> None:
     from solarwm_lib.runtime.environment import probe
 
-    _print_json(probe())
+    print_json(probe())

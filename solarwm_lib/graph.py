@@ -6,7 +6,6 @@ is here, where a unit test reaches it.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -16,33 +15,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from solarwm_lib.config import commands, overrides, references
 from solarwm_lib.config.architectures import did_you_mean
 from solarwm_lib.config.identity import canonical_json
 from solarwm_lib.config.load import Resolved, load
 from solarwm_lib.config.published import published_segments, refuse_changed_identities
-from solarwm_lib.config.workflow import FolderData, WorkflowConfig, parse_config
-from solarwm_lib.data.pack_options import PackOptions
+from solarwm_lib.config.references import known
+from solarwm_lib.config.workflow import FolderData, PublishedData, WorkflowConfig, parse_config
 from solarwm_lib.runtime.errors import ConfigError, SolarError
 from solarwm_lib.training.setup import refuse_unsupported
 
 MARKER = "COMPLETE.json"
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-RULES = (
-    "all",
-    "build_tiny_assets",
-    "synthesize_clips",
-    "index_clips",
-    "resolve_run",
-    "preflight",
-    "train_segment",
-    "freeze_validation_plan",
-    "validate",
-    "infer",
-    "compare",
-    "completion_report",
-    "draw_graph",
-    "gallery",
-)
 
 
 @dataclass(frozen=True)
@@ -61,7 +44,10 @@ class Workflow:
 
     def names_pattern(self, kind: str) -> str:
         """Regular expression of the data sets of one kind; matches nothing when there are none."""
-        return "|".join(re.escape(n) for n, spec in self.config.data.items() if spec.kind == kind) or "(?!)"
+        return _one_of(name for name, spec in self.config.data.items() if spec.kind == kind)
+
+    def section_pattern(self, section: Literal["windows", "latents"]) -> str:
+        return _one_of(self.config.windows if section == "windows" else self.config.latents)
 
     def inference_artifact(self, name: str) -> str:
         """Artifact name: one that follows the last checkpoint carries its step, so that extending a run makes a new
@@ -89,17 +75,48 @@ class Workflow:
     def artifacts_pattern(self, kind: Literal["inference", "comparison"]) -> str:
         names = self.config.inference if kind == "inference" else self.config.comparisons
         find = self.inference_artifact if kind == "inference" else self.comparison_artifact
-        return "|".join(re.escape(find(name)) for name in names) or "(?!)"
+        return _one_of(find(name) for name in names)
 
     @cached_property
     def resolved(self) -> dict[str, Resolved]:
         """The resolved configuration of every run. Raises ConfigError when one is not legal."""
-        return {name: self._resolve_run(name) for name in self.config.runs}
+        return {
+            name: self._resolve(f"runs.{name}", spec.recipe, spec.scale, overrides.of_run(self, name))
+            for name, spec in self.config.runs.items()
+        }
+
+    @cached_property
+    def resolved_latents(self) -> dict[str, Resolved]:
+        """The resolved configuration of every generation of latents. Raises ConfigError when one is not legal."""
+        return {
+            name: self._resolve(f"latents.{name}", spec.recipe, spec.scale, overrides.of_latents(self, name))
+            for name, spec in self.config.latents.items()
+        }
 
     # files
 
     def data_marker(self, name: str) -> str:
+        spec = self.config.data[name]
+        if isinstance(spec, PublishedData):
+            return str(Path(spec.root).expanduser() / MARKER)
         return f"{self.results}/data/{name}/{MARKER}"
+
+    def windows_marker(self, name: str) -> str:
+        return f"{self.results}/windows/{name}/{MARKER}"
+
+    def latents_dir(self, name: str) -> str:
+        return f"{self.results}/latents/{name}"
+
+    def latents_config(self, name: str) -> str:
+        return f"{self.latents_dir(name)}/resolved-config.json"
+
+    def latents_index(self, name: str) -> str:
+        return f"{self.latents_dir(name)}/index/{MARKER}"
+
+    def latents_parts(self, name: str) -> list[str]:
+        """Markers of the parts, one job each; `parts` of the config, not the data, says how many there are."""
+        shards = f"{self.latents_dir(name)}/shards"
+        return [f"{shards}/part-{part:06d}/{MARKER}" for part in range(self.config.latents[name].parts)]
 
     def assets_marker(self, name: str) -> str:
         return f"{self.results}/assets/{name}/{MARKER}"
@@ -164,9 +181,30 @@ class Workflow:
     def passes(self, run: str) -> list[str]:
         return [item.name for item in self.resolved[run].config.validation.passes]
 
+    def latents_source(self, name: str) -> str:
+        """Marker of what is encoded: windows, or a data set."""
+        spec = self.config.latents[name]
+        return self.windows_marker(spec.windows) if spec.windows else self.data_marker(str(spec.data))
+
+    def latents_inputs(self, name: str) -> dict[str, str]:
+        """What a part is made from; the shards behind windows are those of their data set."""
+        spec = self.config.latents[name]
+        inputs = {"source": self.latents_source(name), "assets": self.assets_marker(spec.assets)}
+        if spec.windows:
+            inputs["raw"] = self.data_marker(self.config.windows[spec.windows].data)
+        return inputs
+
+    def latents_reused(self, name: str) -> list[str]:
+        return [self.latents_index(other) for other in self.config.latents[name].reuse]
+
     def run_inputs(self, run: str) -> dict[str, str]:
         spec = self.config.runs[run]
         return {"data": self.data_marker(spec.data), "assets": self.assets_marker(spec.assets)}
+
+    def training_inputs(self, run: str) -> dict[str, str]:
+        """`run_inputs`, and the stored latents if the run trains from some: sampling reads only clips."""
+        latents = self.config.runs[run].latents
+        return self.run_inputs(run) | ({"latents": self.latents_index(latents)} if latents else {})
 
     def run_checkpoints(self, run: str) -> list[str]:
         return [self.checkpoint(run, step) for step in self.checkpoint_steps(run)]
@@ -203,13 +241,13 @@ class Workflow:
             if (side.run is None) == (side.inference is None):
                 raise ConfigError(f"{key}: give exactly one of `run` and `inference`")
             if side.inference is not None:
-                self._known(side.inference, self.config.inference, f"{key}.inference")
+                known(side.inference, self.config.inference, f"{key}.inference")
                 found.append(self.inference_marker(side.inference))
             elif side.run is not None:
-                self._known(side.run, self.config.runs, f"{key}.run")
+                known(side.run, self.config.runs, f"{key}.run")
                 step = self._step(side.run, side.step, f"{key}.step")
                 for name_ in side.passes:
-                    self._known(name_, self.passes(side.run), f"{key}.passes")
+                    known(name_, self.passes(side.run), f"{key}.passes")
                 found += [self.validation(side.run, step, p) for p in side.passes or self.passes(side.run)]
         if len(found) < 2:
             raise ConfigError(f"comparisons.{name}: two or more artifacts are needed, found {len(found)}")
@@ -223,19 +261,19 @@ class Workflow:
         return sorted({resolved.route.stage for resolved in self.resolved.values()})
 
     def all_targets(self) -> list[str]:
-        return [
-            *(path for run in self.config.runs for path in self.run_targets(run)),
-            *(self.comparison_marker(name) for name in self.config.comparisons),
-            *(self.inference_marker(name) for name in self.config.inference),
-            self.gallery,
-        ]
+        return [*self.gallery_inputs(), *([self.gallery] if self.config.runs else [])]
 
     def named_targets(self) -> dict[str, list[str]]:
-        """Target rules: one per run, per stage, per inference and per comparison."""
+        """Target rules: one per run, per stage, per generation of latents, per inference and per comparison."""
         targets = {run: self.run_targets(run) for run in self.config.runs}
         targets |= {
             stage: [path for run in self.stage_runs(stage) for path in self.run_targets(run)]
             for stage in self.stages
+        }
+        targets |= {
+            # With its parts: a part that was removed is asked for by this name, and by nothing that is made already.
+            f"latents_{name}": [self.latents_index(name), *self.latents_parts(name)]
+            for name in self.config.latents
         }
         targets |= {f"infer_{name}": [self.inference_marker(name)] for name in self.config.inference}
         return targets | {
@@ -243,7 +281,15 @@ class Workflow:
         }
 
     def gallery_inputs(self) -> list[str]:
-        return self.all_targets()[:-1]
+        """Results that nothing here is made from; latents that a run used may be removed when it is trained."""
+        used = {spec.latents for spec in self.config.runs.values()}
+        used.update(other for spec in self.config.latents.values() for other in spec.reuse)
+        return [
+            *(self.latents_index(name) for name in self.config.latents if name not in used),
+            *(path for run in self.config.runs for path in self.run_targets(run)),
+            *(self.comparison_marker(name) for name in self.config.comparisons),
+            *(self.inference_marker(name) for name in self.config.inference),
+        ]
 
     # commands and params
 
@@ -257,19 +303,15 @@ class Workflow:
         cadence, number of processes and validation passes may have changed since.
         """
         spec = self.config.runs[run]
-        return _arguments(
-            self.config_path("recipes", spec.recipe),
-            [self.config_path("scales", spec.scale)] if spec.scale else [],
-            self._run_sets(run),
-        )
+        return self._config_arguments(spec.recipe, spec.scale, overrides.of_run(self, run))
+
+    def latents_arguments(self, name: str) -> str:
+        spec = self.config.latents[name]
+        return self._config_arguments(spec.recipe, spec.scale, overrides.of_latents(self, name))
 
     def inference_arguments(self, name: str) -> str:
         spec = self.config.inference[name]
-        return _arguments(
-            self.config_path("recipes", spec.recipe),
-            [self.config_path("scales", spec.scale)] if spec.scale else [],
-            self._inference_sets(name),
-        )
+        return self._config_arguments(spec.recipe, spec.scale, overrides.of_inference(self, name))
 
     def data_spec(self, name: str) -> str:
         """Canonical JSON of a data set's description: argument of the command and param of the rule."""
@@ -278,49 +320,31 @@ class Workflow:
             return canonical_json({"name": name, **asdict(spec.pack_options())}).strip()
         return canonical_json({"name": name, **spec.model_dump(exclude={"kind"})}).strip()
 
+    def windows_spec(self, name: str) -> str:
+        """Canonical JSON of what decides the windows of a data set: param of the rule."""
+        return canonical_json(self.config.windows[name].model_dump(exclude={"data"})).strip()
+
+    def windows_arguments(self, name: str) -> str:
+        """Words after `solarwm data materialize-windows`."""
+        spec = self.config.windows[name]
+        words = ["--data", str(Path(self.data_marker(spec.data)).parent)]
+        words += ["--profile", spec.profile, "--pixel-frames", str(spec.pixel_frames)]
+        return shlex.join([*words, *(["--fps", str(spec.fps)] if spec.fps is not None else [])])
+
     def pack_arguments(self, name: str) -> str:
-        """Words after `solarwm data pack`: the folder and every option that differs from its default."""
+        """Words after `solarwm data pack`."""
         spec = self.config.data[name]
         if not isinstance(spec, FolderData):
             raise ConfigError(f"data.{name}: kind is {spec.kind!r}, expected 'folder'")
-        words = [spec.source]
-        for option, value in asdict(spec.pack_options()).items():
-            flag = f"--{option.replace('_', '-')}"
-            if value is True:
-                words.append(flag)
-            elif value != getattr(PackOptions, option):
-                words += [flag, str(value)]
-        return shlex.join(words)
+        return commands.pack_arguments(spec)
 
     def launcher(self, run: str) -> str:
-        """The words before `-m solarwm_lib`: plain Python for one process, torchrun for several.
-
-        Snakemake sets the thread variables to the job's threads, which is those of all processes together; PyTorch
-        follows MKL's over OpenMP's, and twice as many threads as cores make a step ten times slower.
-        """
+        """The words before `-m solarwm_lib` of a run's jobs."""
         spec = self.config.runs[run]
-        words = ["env", *(f"{name}={spec.threads}" for name in THREAD_VARIABLES), self.python]
-        if spec.processes > 1:
-            words += [
-                "-m",
-                "solarwm_lib.runtime.torchrun",
-                "--standalone",
-                f"--nproc-per-node={spec.processes}",
-            ]
-        return shlex.join(words)
+        return commands.launcher(self.python, spec.processes, spec.threads)
 
     def rulegraph_command(self, configfiles: Iterable[str]) -> str:
-        """Print the graph of rules behind all targets, with the same config files as this workflow."""
-        words = [
-            sys.executable,
-            "-m",
-            "snakemake",
-            "--snakefile",
-            str(self.basedir / "Snakefile"),
-            "--rulegraph",
-        ]
-        words += ["--configfile", *map(str, configfiles)] if configfiles else []
-        return shlex.join([*words, "--", "all"])
+        return commands.rulegraph(self.basedir, configfiles)
 
     @property
     def command(self) -> str:
@@ -333,23 +357,24 @@ class Workflow:
         """Rule param of everything a run makes: it changes only when the results would."""
         return self.resolved[run].semantic_digest
 
+    def latents_identity(self, name: str) -> str:
+        return self.resolved_latents[name].semantic_digest
+
     # refusals at parse time
 
     def check(self) -> None:
         """Refuse what cannot work, before Snakemake plans anything. Raises ConfigError."""
-        for name in self.config.data:
-            self.data_spec(name)
-        for run, spec in self.config.runs.items():
-            self._known(spec.data, self.config.data, f"runs.{run}.data")
-            self._known(spec.assets, self.config.assets, f"runs.{run}.assets")
+        references.check_names(self)
+        references.check_latents(self)
+        for run in self.config.runs:
             self.validated_steps(run)
+            references.check_stored_latents(self, run)
             try:
                 refuse_unsupported(self.resolved[run])
             except ConfigError as error:
                 raise ConfigError(f"runs.{run}: {error}") from None
-        self._check_target_names()
-        for name, inference in self.config.inference.items():
-            self._known(inference.run, self.config.runs, f"inference.{name}.run")
+        references.check_target_names(self)
+        for name in self.config.inference:
             self.resolved_inference(name)
         for name in self.config.comparisons:
             self.comparison_inputs(name)
@@ -357,25 +382,10 @@ class Workflow:
 
     # internals
 
-    def _check_target_names(self) -> None:
-        """Runs, stages, inferences and comparisons are targets by name, beside the rules themselves."""
-        names = [*RULES, *self.config.runs, *self.stages]
-        names += [f"infer_{name}" for name in self.config.inference]
-        names += [f"compare_{name}" for name in self.config.comparisons]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(
-                f"{repeated[0]!r} names two targets: a run may not be called like a rule ({', '.join(RULES)}), a stage, "
-                "or another target; use another name"
-            )
-
-    def _resolve_run(self, run: str) -> Resolved:
-        spec = self.config.runs[run]
-        return self._resolve(f"runs.{run}", spec.recipe, spec.scale, self._run_sets(run))
-
     def resolved_inference(self, name: str) -> Resolved:
         """The resolved configuration of an inference. Raises ConfigError when it is not legal."""
         spec = self.config.inference[name]
-        return self._resolve(f"inference.{name}", spec.recipe, spec.scale, self._inference_sets(name))
+        return self._resolve(f"inference.{name}", spec.recipe, spec.scale, overrides.of_inference(self, name))
 
     def _resolve(self, key: str, recipe: str, scale: str | None, sets: Mapping[str, Any]) -> Resolved:
         for kind, name in (("recipes", recipe), ("scales", scale)):
@@ -391,38 +401,14 @@ class Workflow:
             return load(
                 Path(self.config_path("recipes", recipe)),
                 overlays=[Path(self.config_path("scales", scale))] if scale else [],
-                sets=_set_words(sets),
+                sets=commands.set_words(sets),
             )
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
 
-    def _path_sets(self, run: str) -> dict[str, Any]:
-        spec = self.config.runs[run]
-        return {
-            "data.root": _absolute(self.data_marker(spec.data)),
-            "model.base_path": _absolute(self.assets_marker(spec.assets)),
-            "runtime.output_dir": str(Path(self.run_dir(run)).absolute()),
-        }
-
-    def _run_sets(self, run: str) -> dict[str, Any]:
-        spec = self.config.runs[run]
-        return {
-            "name": run,
-            "distributed.world_size": spec.processes,
-            **spec.set,
-            **self._path_sets(run),
-        }
-
-    def _inference_sets(self, name: str) -> dict[str, Any]:
-        spec = self.config.inference[name]
-        return {
-            "name": name,
-            "distributed.world_size": 1,
-            **spec.set,
-            **self._path_sets(spec.run),
-            "runtime.output_dir": _absolute(self.inference_marker(name)),
-            "checkpoint.path": _absolute(self.inference_checkpoint(name)),
-        }
+    def _config_arguments(self, recipe: str, scale: str | None, sets: Mapping[str, Any]) -> str:
+        overlays = [self.config_path("scales", scale)] if scale else []
+        return commands.config_arguments(self.config_path("recipes", recipe), overlays, sets)
 
     def _step(self, run: str, step: int | None, key: str) -> int:
         steps = self.checkpoint_steps(run)
@@ -432,13 +418,6 @@ class Workflow:
             raise ConfigError(f"{key}: run {run} has no checkpoint at {step}; its checkpoints are {steps}")
         return step
 
-    def _known(self, name: str, known: Iterable[str], key: str) -> None:
-        names = list(known)
-        if name not in names:
-            raise ConfigError(
-                f"{key}: {name!r} is not defined{did_you_mean(name, names)}; defined are {names}"
-            )
-
 
 def load_workflow(values: Mapping[str, Any], basedir: Path, python: str = sys.executable) -> Workflow:
     """Build and check the graph of a workflow config. Raises ConfigError."""
@@ -447,29 +426,8 @@ def load_workflow(values: Mapping[str, Any], basedir: Path, python: str = sys.ex
     return workflow
 
 
-def _absolute(marker: str) -> str:
-    return str(Path(marker).parent.absolute())
-
-
-def _arguments(config: str | None, overlays: list[str], sets: Mapping[str, Any]) -> str:
-    words = ["--config", config] if config else []
-    for overlay in overlays:
-        words += ["--overlay", overlay]
-    for word in _set_words(sets):
-        words += ["--set", word]
-    return shlex.join(words)
-
-
-def _set_words(sets: Mapping[str, Any]) -> list[str]:
-    """`KEY=VALUE` with VALUE in JSON, which the YAML parser reads back to the same value."""
-    return [f"{key}={json.dumps(_number_or_same(value), ensure_ascii=False)}" for key, value in sets.items()]
-
-
-def _number_or_same(value: Any) -> Any:
-    """Snakemake reads workflow configs as YAML 1.1, where `5e-4` is text; everywhere else here it is a number."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    return value
+def _one_of(names: Iterable[str]) -> str:
+    return "|".join(re.escape(name) for name in names) or "(?!)"
 
 
 def load_workflow_or_exit(values: Mapping[str, Any], basedir: Path, deployed: bool) -> Workflow:

@@ -134,6 +134,7 @@ class Codec:
 
 
 CODECS = {"AutoencoderKLWan": AutoencoderKLWan, "LinearCausalCodec": LinearCausalCodec}
+IDENTITY_SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
 
 def load_codec(base_path: str | Path, dtype: torch.dtype = torch.float32) -> Codec:
@@ -152,10 +153,22 @@ def load_codec(base_path: str | Path, dtype: torch.dtype = torch.float32) -> Cod
         raise ArtifactError(
             f"{folder}: missing {info['missing_keys'][:3]}, unexpected {info['unexpected_keys'][:3]} tensors"
         )
-    digest = hashlib.sha256()
+    return Codec(vae, folder_digest(folder))
+
+
+def folder_digest(folder: str | Path) -> str:
+    """Return the SHA-256 over names and contents of a component's files: configuration, weights, vocabulary.
+
+    The content is read, whatever recorded digests say: it decides whether stored latents or prompts may be used again.
+    """
+    digest, folder = hashlib.sha256(), Path(folder)
+    if not folder.is_dir():
+        raise ArtifactError(
+            f"no {folder.name} at {folder}; set model.base_path to a diffusers pipeline folder"
+        )
     for file in sorted(folder.iterdir()):
-        if file.suffix in (".json", ".safetensors"):
+        if file.suffix in IDENTITY_SUFFIXES:
             digest.update(file.name.encode() + b"\0")
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return Codec(vae, digest.hexdigest())
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import re
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,21 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 from transformers.utils import logging
 
 from ..runtime.errors import ArtifactError
+from .codec import folder_digest
+
+PARTS = ("text_encoder", "tokenizer")
 
 
 def clean_prompt(prompt: str) -> str:
     """Repair Unicode, unescape HTML twice, strip and collapse white space, as the released pipelines do."""
     text = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return re.sub(r"\s+", " ", text.strip()).strip()
+
+
+def text_identity(base_path: str | Path) -> str:
+    """Return the digest of a pipeline folder's text encoder and tokenizer: equal ones give equal embeddings."""
+    parts = [folder_digest(Path(base_path) / name) for name in PARTS]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @contextmanager
@@ -49,7 +59,7 @@ class TextEncoder:
     ) -> TextEncoder:
         """Load `text_encoder/` and `tokenizer/` of a diffusers pipeline folder."""
         base = Path(base_path)
-        for part in ("text_encoder", "tokenizer"):
+        for part in PARTS:
             if not (base / part).is_dir():
                 raise ArtifactError(
                     f"no {part} at {base / part}; set model.base_path to a diffusers pipeline folder"

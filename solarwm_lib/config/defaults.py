@@ -139,5 +139,11 @@ FORMER_NAMES: dict[str, str] = {
     "checkpoint.weight_source": "checkpoint.weights",
     "checkpoint.roles": "checkpoint.initialization",
     "runtime.save_every": "checkpoint.save_every_steps",
+    "data.preencode_schema": "data.latent_schema",
+    "data.preencode_version": "data.latent_schema",
+    "data.transport.kind": "data.transport.root",
+    "data.gcs_prefetch_shards": "data.transport.prefetch_shards",
+    "data.shuffle_buffer": "data.mixed_shards",
     "preencode.schema": "preencode.latent_schema",
+    "preencode.output_root": "runtime.output_dir",
 }

@@ -155,6 +155,16 @@ def size_multiples(architecture: dict[str, Any]) -> tuple[int, int]:
     return stride * patch_height, stride * patch_width
 
 
+def latent_schema(family: str, height: int, pixel_frames: int) -> str | None:
+    """Name of the layout of stored Wan latents, such as `solarwm.wan22_ti2v_5b.480p.153f.v1`; None for other families.
+
+    The released 704-line size is called 720p. (spec operations 6.1, wan22 9.4)
+    """
+    if not family.startswith("wan22_"):
+        return None
+    return f"solarwm.{family}.{720 if height == 704 else height}p.{pixel_frames}f.v1"
+
+
 def _patch(architecture: dict[str, Any]) -> tuple[int, int]:
     """Latents per token along H and W; diffusers gives (t, h, w) or, for LTX, one number for both."""
     patch = architecture["transformer"]["patch_size"]

@@ -21,12 +21,17 @@ _CLASSES: dict[str, FieldClass] = {
     "model.base_path": "may_change",
     "data": "must_match",
     "data.root": "may_change",
+    "data.latents_root": "may_change",
+    "data.failure_budget": "may_change",
     "data.test_index": "may_change",
     "data.decoded_cache_gib": "free",
     "data.num_workers": "free",
     "data.transport": "may_change",
     "data.transport.cache_dir": "free",
     "data.transport.cache_max_gib": "free",
+    "data.transport.prefetch_shards": "free",
+    "data.transport.attempts": "free",
+    "data.transport.timeout_seconds": "free",
     "distributed": "may_change",
     "train": "must_match",
     "train.micro_batch_size": "may_change",
@@ -44,6 +49,9 @@ _CLASSES: dict[str, FieldClass] = {
     "checkpoint.keep_rolling": "free",
     "inference": "must_match",
     "preencode": "must_match",
+    "preencode.generation_id": "free",
+    "preencode.parts": "may_change",
+    "preencode.reuse": "free",
     "preencode.shard_max_samples": "may_change",
     "preencode.shard_max_bytes": "may_change",
     "runtime": "free",
@@ -56,7 +64,8 @@ _INFER_CLASSES: dict[str, FieldClass] = {
     "data.train_index": "may_change",
     "data.random_start": "may_change",
     "data.encoding": "may_change",
-    "data.preencode_schema": "may_change",
+    "data.latent_schema": "may_change",
+    "data.mixed_shards": "may_change",
     "train": "may_change",
     "train.stage": "must_match",
     "train.causal_mode": "must_match",
@@ -71,10 +80,28 @@ _INFER_CLASSES: dict[str, FieldClass] = {
     "checkpoint.mode": "may_change",
     "checkpoint.weights": "may_change",
 }
+# Encoding uses the codec, the text encoder, the frames and the camera checks; nothing is drawn.
+_PREENCODE_CLASSES: dict[str, FieldClass] = {
+    **_CLASSES,
+    "model": "may_change",
+    "model.family": "must_match",
+    "model.architecture": "must_match",
+    "model.text_length": "must_match",
+    "data.test_index": "must_match",
+    "data.seed": "may_change",
+    "data.random_start": "may_change",
+    "data.mixed_shards": "may_change",
+    "data.intrinsics_array_key": "may_change",
+    "data.encoding": "may_change",
+    "data.latent_schema": "may_change",
+}
+_BY_ACTION = {"train": _CLASSES, "infer": _INFER_CLASSES, "preencode": _PREENCODE_CLASSES}
 PATH_KEYS = (
     "model.base_path",
     "data.root",
+    "data.latents_root",
     "data.transport.root",
+    "data.transport.latents_root",
     "data.transport.cache_dir",
     "checkpoint.path",
     "checkpoint.initialization.student.path",
@@ -113,7 +140,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def field_class(key: str, action: str = "train") -> FieldClass:
     """What a resumed run demands of a field: must_match, may_change (recorded) or free."""
-    classes = _INFER_CLASSES if action == "infer" else _CLASSES
+    classes = _BY_ACTION.get(action, _CLASSES)
     while key:
         if key in classes:
             return classes[key]

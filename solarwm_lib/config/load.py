@@ -252,12 +252,10 @@ def placeholders(values: Mapping[str, Any]) -> list[str]:
 
 def used_paths(values: Mapping[str, Any]) -> list[str]:
     """Path keys this configuration's action opens: output, base weights, data, and the checkpoint where one is read."""
-    keys = [key for key in identity.PATH_KEYS if not key.startswith(("checkpoint.", "data.transport."))]
+    keys = [key for key in identity.PATH_KEYS if not key.startswith("checkpoint.")]
     flat = dict(identity.flatten(values))
     if flat.get("checkpoint.mode", "none") != "none":
         keys += [key for key in identity.PATH_KEYS if key.startswith("checkpoint.")]
-    if flat.get("data.transport.kind", "local") != "local":
-        keys += [key for key in identity.PATH_KEYS if key.startswith("data.transport.")]
     return [key for key in keys if flat.get(key)]
 
 
@@ -291,6 +289,12 @@ def _absolute(values: dict[str, Any], base: Path) -> dict[str, Any]:
             and "://" not in target[leaf]
         ):
             target[leaf] = os.path.abspath(base / Path(target[leaf]).expanduser())
+    reuse = result.get("preencode", {}).get("reuse") if isinstance(result.get("preencode"), dict) else None
+    if isinstance(reuse, list):
+        result["preencode"]["reuse"] = [
+            os.path.abspath(base / Path(path).expanduser()) if isinstance(path, str) else path
+            for path in reuse
+        ]
     return result
 
 

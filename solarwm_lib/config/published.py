@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def refuse_changed_identities(workflow: Workflow) -> None:
-    """Refuse a config that would give an existing run, validation, inference, data set or base model another identity.
+    """Refuse a config that would give an existing run, validation, inference, data set, generation of latents or base
+    model another identity.
 
     Raises ConfigError with a field-by-field diff. Paths, cadence, topology, the step count and further validation passes
     are free.
@@ -35,6 +36,11 @@ def refuse_changed_identities(workflow: Workflow) -> None:
     for name in workflow.config.inference:
         _check_inference(workflow, name)
     _check_declared(workflow)
+    for name, windows in workflow.config.windows.items():
+        marker = Path(workflow.windows_marker(name))
+        _check_origin(f"windows.{name}", marker, {f"data {windows.data}": workflow.data_marker(windows.data)})
+    for name in workflow.config.latents:
+        _check_latents(workflow, name)
 
 
 def published_segments(run_dir: Path) -> dict[int, int]:
@@ -69,32 +75,77 @@ def _check_run(run: str, resolved: Resolved, run_dir: Path) -> None:
 
 
 def _check_inputs(workflow: Workflow, run: str) -> None:
-    """A run keeps the data set and base model it began with, under whatever names: their digests are its identity."""
+    """A run keeps the data set, base model and latents it began with, under whatever names: their digests are its identity."""
     steps = reversed(workflow.checkpoint_steps(run))
     made = [*(workflow.checkpoint(run, step) for step in steps), workflow.preflight(run)]
     marker = next((path for path in map(Path, made) if path.is_file()), None)
     if marker is None:
         return
-    published = _read_json(marker)
-    places = {
-        parent["digest"]: os.path.realpath(marker.parent / parent["path"])
-        for parent in published.get("parents", ())
-    }
-    spec = workflow.config.runs[run]
-    for key, name, path in (
-        ("dataset", f"data {spec.data}", Path(workflow.data_marker(spec.data))),
-        ("assets", f"assets {spec.assets}", Path(workflow.assets_marker(spec.assets))),
-    ):
-        wanted = published.get("identity", {}).get(key)
-        if path.is_file():
-            same = hashlib.sha256(path.read_bytes()).hexdigest() == wanted
-        else:  # not made yet, or removed and made again the same
-            same = places.get(wanted) == os.path.realpath(path.parent)
-        if not same:
+    identity, spec = _identity(marker), workflow.config.runs[run]
+    inputs = [
+        (f"data {spec.data}", workflow.data_marker(spec.data), identity.get("dataset")),
+        (f"assets {spec.assets}", workflow.assets_marker(spec.assets), identity.get("assets")),
+    ]
+    if spec.latents:
+        inputs.append(
+            (f"latents {spec.latents}", workflow.latents_index(spec.latents), identity.get("latents"))
+        )
+    places = _places(marker)
+    for label, path, wanted in inputs:
+        if not _is_made_from(Path(path), {wanted: places.get(wanted)}):
             raise ConfigError(
-                f"runs.{run}: {name} ({path.parent}) is not what the run began with, {places.get(wanted) or wanted}; use a "
-                f"new run name, or restore it"
+                f"runs.{run}: {label} ({Path(path).parent}) is not what the run began with, {places.get(wanted) or wanted}; "
+                "use a new run name, or restore it"
             )
+
+
+def _check_latents(workflow: Workflow, name: str) -> None:
+    """A generation keeps its settings, its deal to parts, and what it is made from."""
+    folder = Path(workflow.latents_dir(name))
+    resolved, path = workflow.resolved_latents[name], Path(workflow.latents_config(name))
+    if path.is_file():
+        existing = _read_json(path)
+        before, now = semantic_view(existing), semantic_view(resolved.values)
+        for values, view in ((existing, before), (resolved.values, now)):
+            view["parts"] = values["preencode"][
+                "parts"
+            ]  # rows are dealt by it, so other parts are other files
+        if before != now:
+            raise ConfigError(
+                f"latents {name} exists with another identity: {format_diff(diff(before, now), oneline=True)}; use a new name "
+                f"with reuse: [{name}], which copies every sample that stays the same, or remove {folder}"
+            )
+    made = (marker for marker in map(Path, workflow.latents_parts(name)) if marker.is_file())
+    spec, inputs = workflow.config.latents[name], workflow.latents_inputs(name)
+    source = f"windows {spec.windows}" if spec.windows else f"data {spec.data}"
+    origins = {source: inputs["source"], f"assets {spec.assets}": inputs["assets"]}
+    _check_origin(f"latents.{name}", next(made, None), origins)
+
+
+def _check_origin(key: str, marker: Path | None, origins: Mapping[str, str]) -> None:
+    """Refuse if a published artifact is made from something else than `origins`, label -> marker."""
+    if marker is None or not marker.is_file():
+        return
+    places = _places(marker)
+    for label, origin in origins.items():
+        if not _is_made_from(Path(origin), places):
+            raise ConfigError(
+                f"{key}: {label} ({Path(origin).parent}) is not what {marker.parent} is made from, "
+                f"{', '.join(sorted(filter(None, places.values()))) or 'nothing'}; use a new name, or restore it"
+            )
+
+
+def _places(marker: Path) -> dict[Any, str | None]:
+    """Digest of the marker -> directory of every artifact that a published one is made from."""
+    parents = _read_json(marker).get("parents", ())
+    return {parent["digest"]: os.path.realpath(marker.parent / parent["path"]) for parent in parents}
+
+
+def _is_made_from(origin: Path, places: Mapping[Any, str | None]) -> bool:
+    if origin.is_file():
+        return hashlib.sha256(origin.read_bytes()).hexdigest() in places
+    # Not made yet, or removed and made again the same.
+    return os.path.realpath(origin.parent) in places.values()
 
 
 def _check_validation(workflow: Workflow, run: str, resolved: Resolved) -> None:
@@ -154,8 +205,11 @@ def _check_declared(workflow: Workflow) -> None:
 
 
 def _declared(workflow: Workflow) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for name in workflow.config.data:
-        yield workflow.data_marker(name), f"data.{name}", json.loads(workflow.data_spec(name))
+    for name, data in workflow.config.data.items():
+        if data.kind != "published":
+            yield workflow.data_marker(name), f"data.{name}", json.loads(workflow.data_spec(name))
+    for name in workflow.config.windows:
+        yield workflow.windows_marker(name), f"windows.{name}", json.loads(workflow.windows_spec(name))
     for name, assets in workflow.config.assets.items():
         spec = {"architecture": load_architecture(assets.architecture), "seed": assets.seed}
         yield workflow.assets_marker(name), f"assets.{name}", spec

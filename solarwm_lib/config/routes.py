@@ -76,8 +76,9 @@ ROUTES: tuple[Route, ...] = (
           ("preencoded",), (_H3_SIZE,), (("autoregressive", "flowmap"),), "first 45 latent frames are targets"),
     Route(_H3, "stage2", "self_gradient_forcing", "flow_matching", "", _TRAIN_INFER, (_H3_158,), ("preencoded",),
           (_H3_SIZE,), (("autoregressive", "self_forcing"),), "50 latent frame rollout, 47 supervised"),
-    Route(_5B, "preencode", "none", "none", "", ("preencode",), (_WAN81, _WAN153), ("online",), (_480P,)),
-    Route(_A14B, "preencode", "none", "none", "", ("preencode",), (_WAN153,), ("online",), ((480, 832),)),
+    Route(_5B, "preencode", "none", "none", "", ("preencode",), (_WAN81, _WAN153), ("online",),
+          (_480P, (704, 1280)), note="704x1280: 153 frames", runs=True),
+    Route(_A14B, "preencode", "none", "none", "", ("preencode",), (_WAN153,), ("online",), ((480, 832),), runs=True),
     Route(_LTX, "preencode", "none", "none", "", ("preencode",), (_LTX153,), ("online",), (_LTX_SIZE,)),
     Route(_H3, "preencode", "none", "none", "", ("preencode",), (_H3_158,), ("online",), (_H3_SIZE,)),
 )  # fmt: skip

@@ -18,7 +18,9 @@ from solarwm_lib.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from solarwm_lib.config.schema import RunConfig
+    from solarwm_lib.config.sections import Transport
 
+TRANSPORT_SCHEMES = ("s3://", "gs://", "memory://")
 UNUSED_SECTIONS: dict[str, set[str]] = {
     "train": {"inference", "preencode"},
     "infer": {"preencode"},
@@ -55,7 +57,7 @@ def fill(values: Mapping[str, Any]) -> dict[str, Any]:
         _fill_missing(result, defaults.ROUTE.get(key, {}))
     if isinstance(family, str):
         _fill_missing(result, defaults.FAMILY.get(family, {}))
-    if data.get("encoding") == "preencoded":
+    if data.get("encoding") == "preencoded" or result.get("action") == "preencode":
         data.setdefault("random_start", False)
     if "text_length" not in model and model.get("architecture") in architecture_names():
         model["text_length"] = load_architecture(model["architecture"])["text"].get("text_length") or 0
@@ -75,6 +77,7 @@ def _derive(result: dict[str, Any], family: Any) -> None:
             and geometry.nearest_pixel_frames(family, pixel) == (pixel,)
         ):
             data["latent_frames"] = geometry.latent_frames(family, pixel)
+    _derive_latent_schema(result, family)
     if result.get("action") == "infer":
         _mapping(result, "checkpoint").setdefault("mode", "weights_only")
         inference, validation = _mapping(result, "inference"), _mapping(result, "validation")
@@ -95,6 +98,20 @@ def _derive(result: dict[str, Any], family: Any) -> None:
             entry["rollout_latent_frames"] = data["latent_frames"]
 
 
+def _derive_latent_schema(result: dict[str, Any], family: Any) -> None:
+    data, pixel = _mapping(result, "data"), _mapping(result, "data").get("pixel_frames")
+    height = data.get("height")
+    if not isinstance(family, str) or not _is_count(height) or not _is_count(pixel):
+        return
+    schema = geometry.latent_schema(family, height, pixel)
+    if schema is not None and data.get("encoding") == "preencoded" and data.get("latent_schema") is None:
+        data["latent_schema"] = schema
+    if schema is not None and result.get("action") == "preencode":
+        section = _mapping(result, "preencode")
+        if section.get("latent_schema") is None:
+            section["latent_schema"] = schema
+
+
 def check(config: RunConfig) -> Route:
     """All rules across fields, cheapest and most telling first; returns the route."""
     route = route_for(config)
@@ -103,7 +120,12 @@ def check(config: RunConfig) -> Route:
     _check_data(config, route, architecture)
     if config.action == "preencode":
         if config.preencode is None:
-            raise ConfigError("preencode: not set; add preencode.generation_id and preencode.latent_schema")
+            raise ConfigError("preencode: not set; add preencode.generation_id")
+        _check_latent_schema("preencode.latent_schema", config.preencode.latent_schema, config)
+        if config.data.random_start:
+            raise ConfigError(
+                "data.random_start: found true, expected false: latents are encoded from the starts in the index"
+            )
         return route
     _check_processes(config, architecture)
     if config.action == "train":
@@ -165,8 +187,11 @@ def _check_data(config: RunConfig, route: Route, architecture: dict[str, Any]) -
             f"data.encoding: found {data.encoding}, {route.key} takes {' or '.join(route.encodings)}"
         )
     if data.encoding == "preencoded" and config.action == "train":
-        if data.preencode_schema is None:
-            raise ConfigError("data.preencode_schema: not set; it names the layout of the stored latents")
+        if not data.latents_root:
+            raise ConfigError(
+                "data.latents_root: not set; data.encoding preencoded trains from the latent generation there"
+            )
+        _check_latent_schema("data.latent_schema", data.latent_schema, config)
         if data.random_start:
             raise ConfigError(
                 "data.random_start: found true, expected false: stored latents have fixed starts"
@@ -175,15 +200,36 @@ def _check_data(config: RunConfig, route: Route, architecture: dict[str, Any]) -
         index = getattr(data, key)
         if index.startswith("/") or "\\" in index or ".." in index.split("/") or "://" in index:
             raise ConfigError(f"data.{key}: found {index!r}, expected a path below data.root without '..'")
-    transport = data.transport
-    if transport.kind != "local":
-        scheme = {"gcs": "gs://", "s3": "s3://"}[transport.kind]
-        if not transport.root.startswith(scheme):
-            raise ConfigError(f"data.transport.root: expected an address that starts with {scheme}")
-        if not transport.cache_dir:
-            raise ConfigError(f"data.transport.cache_dir: not set; {transport.kind} shards are staged there")
-    elif "://" in transport.root:
-        raise ConfigError("data.transport.root: an address with a scheme needs data.transport.kind gcs or s3")
+    _check_transport(data.transport)
+
+
+def _check_transport(transport: Transport) -> None:
+    """Addresses have a known scheme, and there is a cache only for what must be staged."""
+    roots = {"root": transport.root, "latents_root": transport.latents_root}
+    for key, root in roots.items():
+        if "://" in root and not root.startswith(TRANSPORT_SCHEMES):
+            raise ConfigError(
+                f"data.transport.{key}: found {root!r}, expected a folder or an address that starts with "
+                f"{', '.join(TRANSPORT_SCHEMES)}"
+            )
+    if transport.cache_dir and not any("://" in root for root in roots.values()):
+        raise ConfigError(
+            "data.transport.cache_dir: set, but neither data.transport.root nor data.transport.latents_root is a bucket; "
+            "folders are read where they are, remove it"
+        )
+
+
+def _check_latent_schema(key: str, found: str | None, config: RunConfig) -> None:
+    """A layout's name states family, size and frames, and must be that of this geometry."""
+    data = config.data
+    expected = geometry.latent_schema(config.model.family, data.height, data.pixel_frames)
+    if expected is None and found is None:
+        raise ConfigError(f"{key}: not set; it names the layout of the stored latents")
+    if expected is not None and found != expected:
+        raise ConfigError(
+            f"{key}: found {found}, expected {expected} for data.height {data.height} and data.pixel_frames "
+            f"{data.pixel_frames}; remove it, it follows from them"
+        )
 
 
 def _check_processes(config: RunConfig, architecture: Mapping[str, Any]) -> None:

@@ -93,7 +93,10 @@ class Model(Section):
     camera_translation_transform: Literal["linear", "logd4"] = knob(
         "linear", "linear: translations as they are; logd4: t ln(1+|t|) / (4 |t|). H3: logd4."
     )
-    camera_intrinsics_mode: Literal["wan_fixed"] = knob("wan_fixed", "One fixed pinhole for every clip.")
+    camera_intrinsics_mode: Literal["wan_fixed", "per_clip"] = knob(
+        "wan_fixed",
+        "wan_fixed: one pinhole for every clip, as released; per_clip: `intrinsics` of the camera file.",
+    )
     text_length: int = knob(
         512,
         "Text tokens after padding; from the architecture if absent; 0: as long as the text.",
@@ -107,14 +110,26 @@ class Model(Section):
 
 
 class Transport(Section):
-    """Where shards come from when they are not under `data.root`."""
+    """Where shards are, if not beside their index. The order of samples never depends on it."""
 
-    kind: Literal["local", "gcs", "s3"] = knob(
-        "local", "local reads `data.root`; the others stage shards in a cache."
+    root: str = knob(
+        "",
+        "What the shard keys of `data.root` are relative to: a folder or an s3://, gs:// or memory:// address; empty: "
+        "`data.root`.",
+        "path",
     )
-    root: str = knob("", "Bucket address with scheme, such as s3://bucket/prefix; empty for local.", "path")
-    cache_dir: str = knob("", "Local folder for staged shards; required unless local.", "path")
-    cache_max_gib: float = knob(256.0, "Size the shard cache may grow to.", "GiB", gt=0)
+    latents_root: str = knob("", "The same for stored latents; empty: `data.latents_root`.", "path")
+    cache_dir: str = knob(
+        "",
+        "Folder for shards staged from a bucket, shared by processes; empty: members are read by byte range.",
+        "path",
+    )
+    cache_max_gib: float = knob(256.0, "Size the shard cache never exceeds.", "GiB", gt=0)
+    prefetch_shards: int = knob(2, "Shards staged ahead of the step, per process.", "shards", ge=0)
+    attempts: int = knob(8, "Tries of one transfer, with growing pauses, before it is an error.", ge=1)
+    timeout_seconds: float = knob(
+        1800.0, "Longest wait for one shard: transfer, another process's transfer, room.", "s", gt=0
+    )
 
 
 class Data(Section):
@@ -126,7 +141,14 @@ class Data(Section):
     encoding: Literal["online", "preencoded"] = knob(
         "online", "Pixels encoded while training, or stored latents."
     )
-    preencode_schema: str | None = knob(None, "Layout of stored latents; required when preencoded.")
+    latents_root: str = knob(
+        "",
+        "Folder of a latent generation; required when preencoded, `data.root` stays the raw clips.",
+        "path",
+    )
+    latent_schema: str | None = knob(
+        None, "Layout of the stored latents; if absent it follows from family and geometry."
+    )
     train_index: str = knob("train-index.jsonl", "Training index, relative to `data.root`.", min_length=1)
     test_index: str = knob("test-index.jsonl", "Held-out index, relative to `data.root`.", min_length=1)
     pixel_frames: int = knob(
@@ -142,7 +164,19 @@ class Data(Section):
     )
     seed: int = knob(42, "Every draw of the run is keyed by it.", ge=0, lt=2**63)
     random_start: bool = knob(True, "Draw the first frame of a clip; false takes it from the index.")
-    camera_array_key: Literal["c2w"] = knob("c2w", "Array of the camera file: camera-to-world, OpenCV axes.")
+    camera_array_key: Literal["c2w", "w2c", "vipe_c2w", "vipe_w2c", "relative_w2c"] = knob(
+        "c2w", "Array of the camera file; its name states the direction, nothing is guessed."
+    )
+    camera_axes: Literal["opencv", "opengl"] = knob(
+        "opencv",
+        "Camera axes of the stored array: opencv (x right, y down, z forward) or opengl (y up, z back).",
+    )
+    camera_scale: float = knob(
+        1.0, "Stored translations are multiplied by it; 1 leaves them as they are.", "per unit", gt=0
+    )
+    intrinsics_array_key: str = knob(
+        "intrinsics", "Normalised pinhole of a clip, [3,3] or [4]; read only in mode per_clip.", min_length=1
+    )
     max_relative_translation: float | None = knob(
         20.0, "Refuse clips that move further from their first frame; null: no limit.", "camera units", gt=0
     )
@@ -153,6 +187,15 @@ class Data(Section):
         2.0, "Decoded frames and encoded clips kept in memory per process, half for each.", "GiB", ge=0
     )
     num_workers: int = knob(2, "Threads that prepare clips ahead of the step.", "threads", ge=0)
+    mixed_shards: int = knob(
+        1,
+        "Shards whose clips are shuffled together; more mix better, and more lie open at once.",
+        "shards",
+        ge=1,
+    )
+    failure_budget: int = knob(
+        0, "Unreadable clips a run may replace by others before it stops; 0: the first one is an error.", ge=0
+    )
     transport: Transport = knob(Transport(), "Where shards come from.")
 
 
@@ -349,15 +392,14 @@ class Preencode(Section):
     generation_id: str = knob(
         ..., "Name of the latent generation.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80
     )
-    latent_schema: str = knob(
-        ..., "Layout to write, such as solarwm.wan22_ti2v_5b.480p.153f.v1.", min_length=1
-    )
-    window_assignment: Literal["materialized_index_v1", "deterministic_hash_v1"] = knob(
-        "materialized_index_v1", "Where a clip's window starts come from."
-    )
-    dtype: Literal["bfloat16", "float32"] = knob("bfloat16", "Type of stored latents.")
+    latent_schema: str | None = knob(None, "Layout to write; if absent it follows from family and geometry.")
+    dtype: Literal["bfloat16", "float32"] = knob("bfloat16", "Type of stored latents and prompt embeddings.")
+    parts: int = knob(1, "Jobs the rows are dealt to; each makes one complete artifact.", ge=1, le=1_000_000)
     shard_max_samples: int = knob(64, "Samples per shard at most.", "clips", ge=1)
     shard_max_bytes: int = knob(2147483648, "Bytes per shard at most.", "bytes", ge=1)
+    reuse: list[str] = knob(
+        [], "Latent generations whose samples of equal content are copied instead of encoded again.", "path"
+    )
 
 
 class Runtime(Section):

@@ -1,4 +1,4 @@
-"""The schema of the workflow config (`config/config.yaml`): data sets, base models, runs, inferences, comparisons."""
+"""The schema of the workflow config (`config/config.yaml`): data sets, windows, latents, base models, runs and what follows."""
 
 from __future__ import annotations
 
@@ -53,6 +53,41 @@ class FolderData(Strict):
         return options
 
 
+class PublishedData(Strict):
+    """A raw data set that exists already, used where it is: an artifact that some other workflow or command made."""
+
+    kind: Literal["published"]
+    root: str = Field(min_length=1, description="its folder, relative to the working directory")
+
+
+class WindowsSpec(Strict):
+    """Which clips of fixed length are cut from every video of a data set (spec operations 6.6)."""
+
+    data: Name
+    profile: Literal["spread", "hashed", "wan_153f"] = Field(description="how window starts are laid")
+    pixel_frames: int = Field(ge=1, description="frames of a window")
+    fps: float | None = Field(
+        None, gt=0, description="rate that clips are resampled to; default: windows count source frames"
+    )
+
+
+class LatentsSpec(Strict):
+    """A generation of stored latents: what the frozen encoders of a recipe make of a data set."""
+
+    data: Name | None = Field(None, description="clips whose start the index states, or that have one start")
+    windows: Name | None = Field(None, description="windows of a data set, in place of `data`")
+    assets: Name
+    recipe: str = Field(description="preencode recipe: file under config/recipes, without .yaml")
+    scale: str | None = Field(None, description="file under config/scales, without .yaml")
+    parts: int = Field(1, ge=1, le=1_000_000, description="jobs the rows are dealt to")
+    threads: int = Field(1, ge=1, description="CPU threads per job")
+    set: dict[str, Any] = Field(default_factory=dict, description="overrides by dotted key")
+    reuse: list[Name] = Field(
+        default_factory=list,
+        description="generations whose samples of equal content are copied instead of encoded again",
+    )
+
+
 class TinyAssets(Strict):
     """Random base weights of a tiny architecture, with a codec fitted in closed form."""
 
@@ -69,6 +104,10 @@ class RunSpec(Strict):
         None, description="file under config/scales, without .yaml, merged over the recipe"
     )
     data: Name
+    latents: Name | None = Field(
+        None,
+        description="train from this generation; `data` stays the clips that are validated. Default: encode online",
+    )
     assets: Name
     steps: int = Field(
         ge=1,
@@ -107,8 +146,10 @@ class WorkflowConfig(Strict):
 
     results: str = Field("results", description="results root, relative to the working directory")
     title: str = "SolarWM results"
-    data: dict[Name, Annotated[SyntheticData | FolderData, Field(discriminator="kind")]]
+    data: dict[Name, Annotated[SyntheticData | FolderData | PublishedData, Field(discriminator="kind")]]
+    windows: dict[Name, WindowsSpec] = Field(default_factory=dict)
     assets: dict[Name, TinyAssets]
+    latents: dict[Name, LatentsSpec] = Field(default_factory=dict)
     runs: dict[Name, RunSpec]
     inference: dict[Name, InferenceSpec] = Field(default_factory=dict)
     comparisons: dict[Name, list[Side]] = Field(default_factory=dict)
@@ -136,4 +177,15 @@ def _problem(item: Any) -> str:
     )
 
 
-_MODELS = (SyntheticData, FolderData, TinyAssets, RunSpec, InferenceSpec, Side, WorkflowConfig)
+_MODELS = (
+    SyntheticData,
+    FolderData,
+    PublishedData,
+    WindowsSpec,
+    TinyAssets,
+    LatentsSpec,
+    RunSpec,
+    InferenceSpec,
+    Side,
+    WorkflowConfig,
+)

@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solarwm_lib import artifacts
-from solarwm_lib.data import camera, video
-from solarwm_lib.data.camera import CameraGuardError, Matrices
+from solarwm_lib.data import video
+from solarwm_lib.data.camera import Matrices
+from solarwm_lib.data.clip import Cameras, DataConfig, caption_of, label, parse_manifest
+from solarwm_lib.data.failures import SampleFailure, reading, settle
 from solarwm_lib.data.index import RawRow, read_index
 from solarwm_lib.data.sampling import Plan, PlannedSample
-from solarwm_lib.data.shards import ShardReader
+from solarwm_lib.data.transport import open_shards
 from solarwm_lib.data.video import Frames
 from solarwm_lib.runtime.errors import ArtifactError, DataError
 
-GUARD_ATTEMPTS = 16
 WHOLE_VIDEO_SPANS = 4  # a video up to this many clips long is decoded whole and kept
 STRETCH_TOLERANCE = 0.03  # 1280x720 fits 864x480 and 832x480; anything further off needs a declared crop
+SHARDS = "shards/"
 
 
-def read_dataset(root: str | Path) -> artifacts.Artifact:
-    """Return the published data set at `root`; DataError if it is absent, unfinished, or a shard is missing or cut."""
+def read_dataset(root: str | Path, *, shards_elsewhere: bool = False) -> artifacts.Artifact:
+    """Return the published data set at `root`; DataError if it is absent, unfinished, or a member is missing or cut.
+
+    With `shards_elsewhere` (data.transport.root is set) its shards need not lie here; those that do are checked.
+    """
     try:
-        return artifacts.read(root)
+        return artifacts.read(root, elsewhere=SHARDS if shards_elsewhere else "")
     except ArtifactError as error:
         raise DataError(f"data.root: {error}; rebuild the data set or change data.root") from None
-
-
-class DataConfig(Protocol):
-    """What the reader needs of the `data` section of a run."""
-
-    @property
-    def pixel_frames(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def fps(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def random_start(self) -> bool: ...
-    @property
-    def camera_array_key(self) -> str: ...
-    @property
-    def max_relative_translation(self) -> float | None: ...
-    @property
-    def max_camera_absolute(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -70,13 +52,14 @@ class Sample:
     intrinsics: NDArray[np.float32]  # [3, 3], normalised by width and height
     caption: str
     fps: float
-    rejected: tuple[str, ...] = ()  # guard messages of the clips this one stands in for
 
 
 class RawClips:
-    """Samples of a raw-WDS dataset: `sample` by global index for training, `case` by row and start for validation.
+    """Samples of a raw-WDS dataset: `locate` and `load` by the plan for training, `case` by row and start otherwise.
 
-    `index` is relative to `root`. Decoded videos are kept up to `decoded_cache_gib`, least recently used first out.
+    `index` is relative to `root`; shards lie where `data.transport` says. `global_batch_size` and `data.mixed_shards`
+    shape the order, `intrinsics_mode` is model.camera_intrinsics_mode. Decoded videos are kept up to
+    `decoded_cache_gib`, least recently used first out.
     """
 
     def __init__(
@@ -87,42 +70,63 @@ class RawClips:
         decoded_cache_gib: float = 0.0,
         *,
         family: str = "wan22_ti2v_5b",
+        global_batch_size: int = 1,
+        intrinsics_mode: str = "wan_fixed",
     ) -> None:
-        self.rows: list[RawRow] = read_index(Path(root) / index)
+        self.rows = read_index(Path(root) / index)
         self.plan = Plan(
             self.rows,
             seed=data.seed,
             pixel_frames=data.pixel_frames,
             fps=data.fps,
             random_start=data.random_start,
+            global_batch_size=global_batch_size,
+            mixed_shards=data.mixed_shards,
         )
         self._data = data
-        self._latent_indices = camera.latent_frame_indices(data.pixel_frames, family)
-        self._shards = ShardReader(root)
+        self._cameras = Cameras(data, family, intrinsics_mode)
+        self._shards = open_shards(data, root)
         self._decoded = _FrameCache(int(decoded_cache_gib * 2**30))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def sample(self, global_sample_index: int) -> Sample:
-        """Return the sample of a global index.
+    def locate(self, global_sample_index: int) -> tuple[PlannedSample, tuple[str, ...]]:
+        """Return what training reads at a global index, and the guards' messages of the clips it stands in for.
 
-        A clip that leaves the camera guards is replaced by a keyed draw, the same on every rank, and named in
-        `rejected`; after GUARD_ATTEMPTS rejections DataError. Every other failure is raised as it is.
+        A clip that leaves the camera guards is replaced by a keyed draw, the same on every rank. Only cameras are read.
         """
-        rejected: list[str] = []
-        planned = self.plan.occurrence_at(global_sample_index)
-        while True:
-            try:
-                return self._load(planned, tuple(rejected))
-            except CameraGuardError as error:
-                rejected.append(str(error))
-            if len(rejected) == GUARD_ATTEMPTS:
-                raise DataError(
-                    f"{GUARD_ATTEMPTS} clips in a row leave the camera guards, last: {rejected[-1]}; "
-                    "raise data.max_relative_translation or data.max_camera_absolute, or clean the index"
-                )
-            planned = self.plan.replacement(global_sample_index, len(rejected))
+        settled = settle(self.plan, global_sample_index, self._check_camera)
+        return settled.planned, settled.rejected
+
+    def load(self, planned: PlannedSample) -> Sample:
+        """Return the clip of a planned sample.
+
+        Raises CameraGuardError if it leaves the guards, SampleFailure with its reason if it cannot be read.
+        """
+        row = self._row(planned.row_ordinal)
+        held = self._decoded.get(planned.row_ordinal)
+        stored = self._read(row, () if held is not None else (row.video_member,))
+        manifest = self._manifest(row, stored)
+        indices = self._source_frames(planned)
+        w2c, intrinsics = self._cameras.read(row, stored[row.camera_member], manifest.get("camera"), indices)
+        with reading("video"):
+            frames = (
+                held[indices]
+                if held is not None
+                else self._frames(row, planned.row_ordinal, indices, stored[row.video_member])
+            )
+        return Sample(
+            sample_id=row.sample_id,
+            occurrence_id=planned.occurrence_id,
+            row_ordinal=planned.row_ordinal,
+            start_frame=planned.start_frame,
+            frames=frames,
+            w2c=w2c,
+            intrinsics=intrinsics,
+            caption=caption_of(row, manifest),
+            fps=self._data.fps,
+        )
 
     def case(self, row_ordinal: int, start_frame: int) -> Sample:
         """Return the clip of a row at a start frame; CameraGuardError if it leaves the guards."""
@@ -130,90 +134,70 @@ class RawClips:
             raise DataError(f"row {row_ordinal} is outside the index of {len(self.rows)} rows")
         self.plan.check_start(row_ordinal, start_frame)
         sample_id = self.rows[row_ordinal].sample_id
-        return self._load(PlannedSample(-1, row_ordinal, 0, 0, start_frame, f"{sample_id}@{start_frame}"), ())
+        return self.load(PlannedSample(-1, row_ordinal, 0, 0, start_frame, f"{sample_id}@{start_frame}"))
+
+    def prefetch(self, global_sample_indices: Sequence[int]) -> None:
+        """Have the shards that follow these places of the plan staged, if there is a shard cache."""
+        count = self._data.transport.prefetch_shards
+        if self._data.transport.cache_dir and count:
+            self._shards.prefetch(self.plan.shards_ahead(list(global_sample_indices), count))
 
     def check(self) -> None:
         """Compare every shard with the index, without reading any content. Raises DataError."""
         self._shards.check(self.rows)
 
     def close(self) -> None:
-        """Close the shards."""
+        """Close the shards and the index."""
         self._shards.close()
+        self.rows.close()
 
-    def _load(self, planned: PlannedSample, rejected: tuple[str, ...]) -> Sample:
-        row = self.rows[planned.row_ordinal]
-        manifest = self._manifest(row)
-        indices = [planned.start_frame + offset for offset in self.plan.offsets[planned.row_ordinal]]
-        w2c = self._cameras(row, manifest, indices)
-        return Sample(
-            sample_id=row.sample_id,
-            occurrence_id=planned.occurrence_id,
-            row_ordinal=planned.row_ordinal,
-            start_frame=planned.start_frame,
-            frames=self._frames(row, planned.row_ordinal, indices),
-            w2c=w2c,
-            intrinsics=camera.fixed_intrinsics(),
-            caption=_caption(row, manifest),
-            fps=self._data.fps,
-            rejected=rejected,
-        )
+    def _row(self, ordinal: int) -> RawRow:
+        row = self.rows[ordinal]
+        if not isinstance(row, RawRow):
+            raise DataError(
+                f"{label(row)}: a row of stored latents, expected raw clips; set data.encoding to preencoded and "
+                "data.latents_root to its generation"
+            )
+        return row
 
-    def _manifest(self, row: RawRow) -> dict[str, Any]:
+    def _source_frames(self, planned: PlannedSample) -> list[int]:
+        return [planned.start_frame + offset for offset in self.plan.offsets_of(planned.row_ordinal)]
+
+    def _read(self, row: RawRow, further: Sequence[str]) -> dict[str, bytes]:
+        names = [row.camera_member, *further]
+        if row.manifest is None:
+            assert row.manifest_member is not None  # RawRow requires one of the two
+            names.append(row.manifest_member)
+        with reading("shard"):
+            return self._shards.read_many(row, names)
+
+    def _manifest(self, row: RawRow, stored: dict[str, bytes]) -> dict[str, Any]:
         if row.manifest is not None:
             return row.manifest
-        assert row.manifest_member is not None  # RawRow requires one of the two
-        try:
-            manifest = json.loads(self._shards.read(row, row.manifest_member))
-        except ValueError as error:
-            raise DataError(
-                f"sample {row.sample_id!r}: {row.manifest_member} is not JSON ({error})"
-            ) from None
-        if not isinstance(manifest, dict):
-            raise DataError(f"sample {row.sample_id!r}: {row.manifest_member} is not a JSON object")
-        return manifest
+        assert row.manifest_member is not None
+        return parse_manifest(row, stored[row.manifest_member])
 
-    def _cameras(self, row: RawRow, manifest: dict[str, Any], indices: list[int]) -> Matrices:
-        """Return the relative world-to-camera matrices [T, 4, 4] of the latent frames, after the guards."""
-        data, name = self._data, f"sample {row.sample_id!r}"
-        c2w = camera.load_c2w(
-            self._shards.read(row, row.camera_member),
-            data.camera_array_key,
-            name=f"{name}: {row.camera_member}",
-        )
-        if len(c2w) != row.num_frames:
-            raise DataError(
-                f"{name}: camera has {len(c2w)} rows, the video {row.num_frames} frames; expected one each"
-            )
-        _check_attestation(manifest.get("camera"), c2w, data, name)
-        selected = [indices[latent] for latent in self._latent_indices]
-        relative = camera.relative_c2w(c2w, selected)
-        camera.audit(
-            relative,
-            self._latent_indices,
-            fps=data.fps,
-            pixel_frames=data.pixel_frames,
-            max_relative_translation=data.max_relative_translation,
-            max_camera_absolute=data.max_camera_absolute,
-            name=name,
-        )
-        return camera.invert_rigid(relative)
+    def _check_camera(self, planned: PlannedSample) -> None:
+        """Raise CameraGuardError if the clip leaves the guards; with both guards off nothing is read."""
+        if self._cameras.guarded:
+            row = self._row(planned.row_ordinal)
+            stored = self._read(row, ())
+            attestation = self._manifest(row, stored).get("camera")
+            self._cameras.read(row, stored[row.camera_member], attestation, self._source_frames(planned))
 
-    def _frames(self, row: RawRow, row_ordinal: int, indices: list[int]) -> Frames:
-        height, width = self._data.height, self._data.width
-        name = f"sample {row.sample_id!r}"
+    def _frames(self, row: RawRow, row_ordinal: int, indices: list[int], source: bytes) -> Frames:
+        height, width, name = self._data.height, self._data.width, label(row)
         assert row.num_frames is not None  # Plan refuses rows without it
         whole = row.num_frames * height * width * 3
         short = row.num_frames <= WHOLE_VIDEO_SPANS * (indices[-1] - indices[0] + 1)
-        if (held := self._decoded.get(row_ordinal)) is not None:
-            return held[indices]
-        source = self._shards.read(row, row.video_member)
-        _check_aspect(source, row, height, width)
+        check_aspect(source, row, height, width)
         if whole > self._decoded.capacity or not short:
             return video.decode(source, indices, name=name, size=(height, width))
         frames = video.decode(source, name=name, size=(height, width))
         if len(frames) != row.num_frames:
-            raise DataError(
-                f"{name}: decoded {len(frames)} frames, the index promises {row.num_frames}; rebuild the index"
+            raise SampleFailure(
+                "video",
+                f"{name}: decoded {len(frames)} frames, the index promises {row.num_frames}; rebuild the index",
             )
         self._decoded.put(row_ordinal, frames)
         return frames[indices]
@@ -244,57 +228,19 @@ class _FrameCache:
                 self._used -= self._held.popitem(last=False)[1].nbytes
 
 
-def _caption(row: RawRow, manifest: dict[str, Any]) -> str:
-    """Return the row's caption, else the manifest's prompt text; an absent one is an error, an empty one is not."""
-    prompt = manifest.get("prompt")
-    caption = (
-        row.caption if row.caption is not None else prompt.get("text") if isinstance(prompt, dict) else None
-    )
-    if not isinstance(caption, str):
-        raise DataError(f"sample {row.sample_id!r}: no caption in the row and no prompt.text in the manifest")
-    return caption
-
-
-def _check_attestation(block: Any, c2w: Matrices, data: DataConfig, name: str) -> None:
-    """Raise DataError unless the manifest attests the camera it comes with. (spec operations 5.1)
-
-    Guards that the run disables (null) are not compared with the ones the data was published under.
-    """
-    if not isinstance(block, dict):
-        raise DataError(
-            f"{name}: manifest has no 'camera' block; expected the attestation of its camera array"
-        )
-    expected: dict[str, Any] = {
-        "convention": camera.CONVENTION,
-        "dtype": "float32",
-        "finite": True,
-        "shape": list(c2w.shape),
-        "magnitude_audit_seconds": camera.AUDIT_SECONDS,
-    }
-    if data.max_relative_translation is not None:
-        expected["max_rel_translation"] = data.max_relative_translation
-    if data.max_camera_absolute is not None:
-        expected["max_camera_abs"] = data.max_camera_absolute
-    if "array_key" in block:
-        expected["array_key"] = data.camera_array_key
-    for key, value in expected.items():
-        if block.get(key) != value:
-            raise DataError(f"{name}: manifest camera.{key} is {block.get(key)!r}, expected {value!r}")
-
-
-def _check_aspect(source: bytes, row: RawRow, height: int, width: int) -> None:
+def check_aspect(source: bytes, row: RawRow, height: int, width: int) -> None:
     """Raise DataError if scaling to (height, width) would distort the picture by more than the tolerance.
 
     Stretching keeps normalised intrinsics exact; cropping would not, so it is never done silently.
     """
     found_height, found_width = row.height, row.width
     if found_height is None or found_width is None:
-        first = video.decode(source, [0], name=f"sample {row.sample_id!r}")
+        first = video.decode(source, [0], name=label(row))
         found_height, found_width = first.shape[1:3]
     distortion = abs((width / height) / (found_width / found_height) - 1)
     if distortion > STRETCH_TOLERANCE:
         raise DataError(
-            f"sample {row.sample_id!r}: video is {found_width}x{found_height}, data.width x data.height is "
+            f"{label(row)}: video is {found_width}x{found_height}, data.width x data.height is "
             f"{width}x{height}: shapes differ by {distortion:.0%}; pack the videos with that size "
             "(`solarwm data pack --height --width`)"
         )

@@ -1,140 +1,282 @@
 """Index files: one JSON row per clip, in authoritative order. Readers never scan archives to discover samples.
 
-`.jsonl` or `.jsonl.gz` by suffix; blank lines are skipped and the row ordinal counts the others from 0.
-(spec operations 4.1)
+`.jsonl` or `.jsonl.gz` by suffix; blank lines are skipped and the row ordinal counts the others from 0. Opening checks
+every row and keeps a few numbers of each; the rows themselves stay on disk and are read by ordinal, so an index of
+millions of rows costs tens of bytes a row. (spec operations 4.1)
 """
 
 from __future__ import annotations
 
-import base64
+import functools
 import gzip
+import hashlib
+import io
 import json
+import os
+import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, BinaryIO, overload
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    model_validator,
+import numpy as np
+from numpy.typing import NDArray
+
+from solarwm_lib.data.index_scan import (
+    Collected,
+    part_of,
+    processes_for,
+    refuse_repeats,
+    scan,
 )
-
+from solarwm_lib.data.random_gzip import RandomGzip
+from solarwm_lib.data.rows import (
+    SHARD_IDENTITY,
+    AnyRow,
+    LatentRow,
+    Member,
+    RawRow,
+    Row,
+    check_relative_path,
+    parse_row,
+    strict_object,
+)
 from solarwm_lib.runtime.errors import DataError
 
-SHARD_IDENTITY = ("shard_generation", "shard_size", "shard_md5_b64", "shard_digest")
+__all__ = [
+    "SHARD_IDENTITY",
+    "AnyRow",
+    "Columns",
+    "Index",
+    "LatentRow",
+    "Member",
+    "RawRow",
+    "Row",
+    "check_relative_path",
+    "check_rows",
+    "index_bytes",
+    "parse_row",
+    "read_index",
+    "read_rows",
+    "read_text",
+    "write_index",
+    "write_rows",
+]
+
+CHUNK = 1 << 17
+GZIP_RATIO = 5  # how much longer the text of an index is than its gzip file, roughly
+ROWS_KEPT = 16384  # parsed rows, some 4 kB each: a small index stays whole in memory
 
 
-def check_relative_path(value: str) -> str:
-    """Return `value` if it is a relative POSIX path that cannot leave its root; raise ValueError otherwise."""
-    if not value:
-        raise ValueError("is empty, expected a relative POSIX path")
-    if "\\" in value or "\0" in value:
-        raise ValueError(f"found {value!r}, expected a POSIX path without backslash")
-    if ":" in value.split("/", 1)[0]:
-        raise ValueError(f"found {value!r}, expected a path without a scheme or drive")
-    if any(segment in ("", ".", "..") for segment in value.split("/")):
-        raise ValueError(f"found {value!r}, expected a relative path without '', '.' or '..' segments")
-    return value
+@dataclass(frozen=True)
+class Columns:
+    """What a plan and a summary need of every row, one array entry per row; -1 (nan for `fps`) where absent.
+
+    `shard`, `dataset`, `split` are codes into `Index.shards`, `datasets`, `splits`; `caption` tells a non-empty one.
+    """
+
+    shard: NDArray[np.int32]
+    repeats: NDArray[np.int64]
+    num_frames: NDArray[np.int64]
+    fps: NDArray[np.float64]
+    start_frame: NDArray[np.int64]
+    height: NDArray[np.int32]
+    width: NDArray[np.int32]
+    caption: NDArray[np.bool_]
+    dataset: NDArray[np.int32]
+    split: NDArray[np.int32]
+    datasets: list[str]
+    splits: list[str]
 
 
-def _positive_size(value: Any) -> Any:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"found {value!r}, expected a positive integer")
-    return value
+class Index(Sequence[AnyRow]):
+    """The checked rows of an index, read by ordinal. Safe between threads and across fork.
+
+    `path` (None for rows in memory), `ordered_sample_id_blake2s` (each id and a newline; spec operations 1.3), `shards` in
+    order of first appearance, `columns`; `sha256` of the file and `decompressed_blake2s` are computed when first asked for.
+    """
+
+    path: Path | None
+    ordered_sample_id_blake2s: str
+    shards: list[str]
+    columns: Columns
+
+    def __init__(
+        self, collected: Collected, columns: dict[str, NDArray], row: Callable[[int], AnyRow]
+    ) -> None:
+        refuse_repeats(collected.label, columns, row)
+        self.columns = Columns(**columns, datasets=list(collected.datasets), splits=list(collected.splits))
+        self.shards = list(collected.shards)
+        self.ordered_sample_id_blake2s = collected.ids.hexdigest()
+        self.path = None
+        self._row = row
+        self._identities = [identity for _, identity, _ in collected.shards.values()]
+        self._stored: Callable[[], Iterator[bytes]] = lambda: iter([index_bytes(self)])
+        self._text = self._stored
+        self._close: Callable[[], Any] = lambda: None
+
+    @classmethod
+    def open(cls, path: str | Path) -> Index:
+        """Check an index file in one pass and keep it open.
+
+        Raises DataError naming line and field for a bad row; for a duplicate sample_id, disagreeing shard identities and
+        keys that webdataset readers would merge; and for an index that is missing, damaged or empty.
+        """
+        path = Path(path)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise _missing(path) from None
+        except OSError as error:
+            raise DataError(f"{path}: index is not readable ({error.strerror})") from None
+        try:
+            index = cls._scanned(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        index._close = weakref.finalize(index, os.close, descriptor)
+        return index
+
+    @classmethod
+    def _scanned(cls, path: Path, descriptor: int) -> Index:
+        compressed = RandomGzip(descriptor) if path.suffix == ".gz" else None
+
+        def stored() -> Iterator[bytes]:
+            return _chunks(descriptor)
+
+        def text() -> Iterator[bytes]:
+            return RandomGzip(descriptor, most_points=2).chunks() if compressed else stored()
+
+        processes = processes_for(os.fstat(descriptor).st_size * (GZIP_RATIO if compressed else 1))
+        chunks = compressed.chunks() if compressed else stored()
+        collected = Collected(str(path))
+        try:
+            for part in scan(collected.label, chunks, text, processes):
+                collected.add(part)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: index is not readable ({error})") from None
+        if not collected.rows:
+            raise DataError(
+                f"{path}: index is empty, expected at least one row; "
+                "set data.train_index or data.test_index, or rebuild the data set"
+            )
+        columns = collected.joined()
+        pread = compressed.pread if compressed else _pread(descriptor)
+        # The plan and the reader ask for the same row one after the other, and a small index fits whole.
+        rows = functools.lru_cache(ROWS_KEPT)(_FileRows(path, pread, columns.pop("offset")))
+        index = cls(collected, columns, rows)
+        index.path, index._stored, index._text = path, stored, text
+        return index
+
+    @classmethod
+    def of(cls, rows: Iterable[AnyRow], label: str = "rows") -> Index:
+        """Return an index of rows in memory, with the checks between rows; digests are those of `index_bytes`."""
+        kept = list(rows)
+        if not kept:
+            raise DataError(f"{label}: holds no row, expected at least one")
+        collected = Collected(label)
+        collected.add(part_of([row.__dict__ for row in kept]))
+        columns = collected.joined()
+        del columns["offset"]
+        return cls(collected, columns, kept.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self.columns.shard)
+
+    @overload
+    def __getitem__(self, ordinal: int) -> AnyRow: ...
+    @overload
+    def __getitem__(self, ordinal: slice) -> list[AnyRow]: ...
+    def __getitem__(self, ordinal: int | slice) -> AnyRow | list[AnyRow]:
+        if isinstance(ordinal, slice):
+            return [self._row(number) for number in range(*ordinal.indices(len(self)))]
+        number = ordinal + len(self) if ordinal < 0 else ordinal
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {ordinal} of an index with {len(self)} rows")
+        return self._row(number)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the file, or of what `index_bytes` gives for rows in memory."""
+        return _digest(hashlib.sha256(), self._stored())
+
+    @functools.cached_property
+    def decompressed_blake2s(self) -> str:
+        """BLAKE2s of the decompressed text. (spec operations 1.3)"""
+        return _digest(hashlib.blake2s(), self._text())
+
+    @property
+    def occurrences(self) -> int:
+        """Virtual occurrences of one epoch: the sum of the rows' repeats. (spec operations 4.3)"""
+        return int(self.columns.repeats.sum())
+
+    def shard_identity(self, ordinal: int) -> tuple[Any, ...]:
+        """Return (generation, size, MD5 in base64, SHA-256) of a shard by its ordinal; None where not recorded."""
+        return self._identities[ordinal]
+
+    @property
+    def shard_bytes(self) -> NDArray[np.int64]:
+        """Size of every shard, -1 where the rows do not record it."""
+        position = SHARD_IDENTITY.index("shard_size")
+        return np.array([identity[position] or -1 for identity in self._identities], np.int64)
+
+    def close(self) -> None:
+        """Close the file; the columns stay usable, rows and digests do not."""
+        self._close()
 
 
-def _md5(value: str) -> str:
-    try:
-        size = len(base64.b64decode(value, validate=True))
-    except ValueError:
-        size = -1
-    if size != 16:
-        raise ValueError(f"found {value!r}, expected base64 of 16 bytes")
-    return value
+def read_index(path: str | Path) -> Index:
+    """Return the checked rows of an index file; see `Index.open`."""
+    return Index.open(path)
 
 
-Text = Annotated[StrictStr, Field(min_length=1)]
-RelativePath = Annotated[StrictStr, AfterValidator(check_relative_path)]
-Size = Annotated[int, BeforeValidator(_positive_size)]
-Sha256 = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
+def check_rows(rows: Iterable[AnyRow], label: str) -> None:
+    """Raise DataError for duplicates and contradictions between rows."""
+    kept = list(rows)
+    collected = Collected(label)
+    collected.add(part_of([row.__dict__ for row in kept]))
+    refuse_repeats(label, collected.joined(), kept.__getitem__)
 
 
-class Member(BaseModel):
-    """Where one file lies inside its shard: byte offset of its content, length and SHA-256."""
+def write_rows(stream: BinaryIO, rows: Iterable[AnyRow], *, compressed: bool = False) -> None:
+    """Write rows as JSON Lines (keys sorted, absent fields left out), gzipped without date or name if asked."""
+    target = gzip.GzipFile("", "wb", 9, stream, mtime=0) if compressed else stream
+    for row in rows:
+        line = json.dumps(
+            row.model_dump(exclude_none=True),
+            sort_keys=True,
+            ensure_ascii=False,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+        target.write(f"{line}\n".encode())
+    if compressed:
+        target.close()
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    offset: Annotated[StrictInt, Field(ge=512)]
-    bytes: Annotated[StrictInt, Field(ge=0)]
-    sha256: Sha256
+def index_bytes(rows: Iterable[AnyRow], *, compressed: bool = False) -> bytes:
+    """Return the rows as `write_rows` writes them."""
+    buffer = io.BytesIO()
+    write_rows(buffer, rows, compressed=compressed)
+    return buffer.getvalue()
 
 
-class RawRow(BaseModel):
-    """One raw clip. Fields this class does not name are kept and written back."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    sample_id: Text
-    key: Text
-    shard: RelativePath
-    epoch_repeats: Annotated[StrictInt, Field(ge=1)] = 1
-    shard_size: Size | None = None
-    shard_generation: Text | None = None
-    shard_md5_b64: Annotated[StrictStr, AfterValidator(_md5)] | None = None
-    shard_digest: Sha256 | None = None
-    video_member: RelativePath
-    camera_member: RelativePath
-    manifest_member: RelativePath | None = None
-    manifest: dict[str, Any] | None = None
-    members: dict[RelativePath, Member] | None = None
-    num_frames: Annotated[StrictInt, Field(ge=1)] | None = None
-    fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    height: Annotated[StrictInt, Field(ge=1)] | None = None
-    width: Annotated[StrictInt, Field(ge=1)] | None = None
-    caption: StrictStr | None = None
-    dataset: StrictStr | None = None
-    split: StrictStr | None = None
-    start_frame: Annotated[StrictInt, Field(ge=0)] | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RawRow:
-        if self.shard_size is None and any(getattr(self, name) is not None for name in SHARD_IDENTITY):
-            raise ValueError("field 'shard_size': absent, required beside any other shard_* identity field")
-        if self.manifest is None and self.manifest_member is None:
-            raise ValueError("field 'manifest': absent, expected an inline manifest or manifest_member")
-        if self.members is not None:
-            named = (self.video_member, self.camera_member, self.manifest_member)
-            for name in named:
-                if name is not None and name not in self.members:
-                    raise ValueError(
-                        f"field 'members': no entry for {name!r}, found {', '.join(self.members)}"
-                    )
-        return self
-
-    def shard_identity(self) -> tuple[Any, ...]:
-        """Return what all rows of one shard must agree on."""
-        return tuple(getattr(self, name) for name in SHARD_IDENTITY)
+def write_index(path: str | Path, rows: Iterable[AnyRow]) -> None:
+    """Write an index outside a transaction, row by row (compressed if the name ends in .gz)."""
+    path = Path(path)
+    with path.open("wb") as stream:
+        write_rows(stream, rows, compressed=path.suffix == ".gz")
 
 
 def read_text(path: str | Path) -> str:
-    """Return the decompressed text of an index; DataError if it is missing, damaged or not UTF-8."""
+    """Return the decompressed text of a small index; DataError if it is missing, damaged or not UTF-8."""
     path = Path(path)
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except FileNotFoundError:
-        raise DataError(
-            f"{path}: index is missing; set data.root, data.train_index or data.test_index"
-        ) from None
+        raise _missing(path) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -142,110 +284,52 @@ def read_text(path: str | Path) -> str:
 
 
 def read_rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return (line number, row exactly as stored) of each row, without checking its fields."""
+    """Return (line number, object exactly as stored) of each line of a small file, without checking its fields."""
     path, rows = Path(path), []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
+        if line.strip():
+            try:
+                rows.append((number, strict_object(line)))
+            except ValueError as error:
+                raise DataError(f"{path} line {number}: {error}") from None
+    return rows
+
+
+def _missing(path: Path) -> DataError:
+    return DataError(f"{path}: index is missing; set data.root, data.train_index or data.test_index")
+
+
+def _pread(descriptor: int) -> Callable[[int, int], bytes]:
+    return lambda size, offset: os.pread(descriptor, size, offset)
+
+
+class _FileRows:
+    """Rows of an index file by ordinal."""
+
+    def __init__(self, path: Path, pread: Callable[[int, int], bytes], offsets: NDArray[np.int64]) -> None:
+        self._path, self._pread, self._offsets = path, pread, offsets
+
+    def __call__(self, ordinal: int) -> AnyRow:
+        # A line is followed by the next row's line, perhaps with blank lines between, or by the end of the file.
+        start, size = int(self._offsets[ordinal]), 4096
+        while b"\n" not in (data := self._pread(size, start)) and len(data) == size:
+            size *= 4
         try:
-            row = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+            return parse_row(data.split(b"\n", 1)[0])
         except ValueError as error:
-            raise DataError(f"{path} line {number}: not a JSON object ({error})") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path} line {number}: found {type(row).__name__}, expected a JSON object")
-        rows.append((number, row))
-    return rows
-
-
-def read_index(path: str | Path) -> list[RawRow]:
-    """Return the checked rows of an index.
-
-    Raises DataError naming line and field for a bad row, a duplicate sample_id, disagreeing shard identities, keys
-    that webdataset readers would merge, and an empty index.
-    """
-    path = Path(path)
-    rows = [_parse(row, path, number) for number, row in read_rows(path)]
-    if not rows:
-        raise DataError(
-            f"{path}: index is empty, expected at least one row; "
-            "set data.train_index or data.test_index, or rebuild the data set"
-        )
-    check_rows(rows, str(path))
-    return rows
-
-
-def check_rows(rows: Sequence[RawRow], label: str) -> None:
-    """Raise DataError for duplicates and contradictions between rows."""
-    seen: dict[str, int] = {}
-    identity: dict[str, tuple[tuple[Any, ...], int]] = {}
-    stems: dict[tuple[str, str], tuple[str, int]] = {}
-    for ordinal, row in enumerate(rows):
-        if row.sample_id in seen:
             raise DataError(
-                f"{label} row {ordinal}: field 'sample_id' repeats {row.sample_id!r} of row {seen[row.sample_id]}; "
-                "sample ids are unique, use epoch_repeats to weight a clip"
-            )
-        seen[row.sample_id] = ordinal
-        known, first = identity.setdefault(row.shard, (row.shard_identity(), ordinal))
-        if known != row.shard_identity():
-            raise DataError(
-                f"{label} row {ordinal}: shard_* fields of {row.shard!r} differ from row {first}; "
-                "all rows of a shard carry the same size, generation and digests"
-            )
-        # A webdataset key ends at the first dot: 'a.b' and 'a.c' would be read as one sample.
-        key, first = stems.setdefault((row.shard, row.key.split(".", 1)[0]), (row.key, ordinal))
-        if first != ordinal:
-            raise DataError(
-                f"{label} row {ordinal}: field 'key' {row.key!r} collides with {key!r} of row {first} in {row.shard!r} "
-                "(a key ends at its first dot)"
-            )
+                f"{self._path} row {ordinal}: {error}; the file changed after it was opened"
+            ) from None
 
 
-def index_bytes(rows: Iterable[RawRow], *, compressed: bool = False) -> bytes:
-    """Return the rows as JSON Lines (keys sorted, absent fields left out), gzipped without a date if asked."""
-    lines = [
-        json.dumps(
-            row.model_dump(exclude_none=True),
-            sort_keys=True,
-            ensure_ascii=False,
-            separators=(",", ":"),
-            allow_nan=False,
-        )
-        for row in rows
-    ]
-    data = "".join(f"{line}\n" for line in lines).encode()
-    return gzip.compress(data, mtime=0) if compressed else data
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    offset = 0
+    while data := os.pread(descriptor, CHUNK, offset):
+        offset += len(data)
+        yield data
 
 
-def write_index(path: str | Path, rows: Sequence[RawRow]) -> None:
-    """Write an index outside a transaction (compressed if the name ends in .gz)."""
-    path = Path(path)
-    path.write_bytes(index_bytes(rows, compressed=path.suffix == ".gz"))
-
-
-def _parse(row: dict[str, Any], path: Path, number: int) -> RawRow:
-    try:
-        return RawRow.model_validate(row)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        found = (
-            ""
-            if "found" in message or not field or first["type"] == "missing"
-            else f", found {first['input']!r:.80}"
-        )
-        where = f"field '{field}': " if field else ""
-        raise DataError(f"{path} line {number}: {where}{message}{found}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return result
-
-
-def _refuse_constant(value: str) -> None:
-    raise ValueError(f"{value} is not JSON")
+def _digest(digest: Any, chunks: Iterator[bytes]) -> str:
+    for data in chunks:
+        digest.update(data)
+    return digest.hexdigest()

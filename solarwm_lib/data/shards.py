@@ -11,15 +11,25 @@ import os
 import re
 import tarfile
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from solarwm_lib.data.index import Member, RawRow, check_relative_path
-from solarwm_lib.runtime.errors import DataError
+import numpy as np
+
+from solarwm_lib.data.index import Index, Member, Row, check_relative_path
+from solarwm_lib.runtime.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from solarwm_lib.data.shard_cache import ShardCache
+    from solarwm_lib.data.transport import RemoteFiles
 
 BLOCK = 512
+GAP_BYTES = 1 << 16  # members this close are read at once: less costly than a second read or request
+SIZE_REQUESTS = 16  # sizes asked for at a time when a bucket is checked against the index
 KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -71,115 +81,210 @@ def check_key(key: str) -> str:
 
 
 class ShardReader:
-    """Reads members of the shards under `root`; safe to share between threads and to fork.
+    """Reads members of shards under the folder `root`, staged by `cache`, or of `remote` by byte range.
 
-    Keeps at most `max_open` shards open. Shards resolve inside the root (symbolic links included).
+    Safe to share between threads (reads run side by side) and to fork. Keeps at most `max_open` shards open. Local
+    shards resolve inside the root, symbolic links included; `root_key` is the setting that error messages name.
     """
 
-    def __init__(self, root: str | Path, max_open: int = 8) -> None:
-        self.root = Path(root).resolve()
+    def __init__(
+        self,
+        root: str | Path | None,
+        max_open: int = 64,
+        cache: ShardCache | None = None,
+        remote: RemoteFiles | None = None,
+        *,
+        root_key: str = "data.root",
+    ) -> None:
+        self.root = Path(root).resolve() if root is not None and cache is None and remote is None else None
+        self._root_key = root_key
         self._max_open = max_open
-        self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._cache, self._remote = cache, remote
+        self._open: OrderedDict[str, OpenShard | RangeShard] = OrderedDict()
         self._lock = threading.Lock()
+        survive_fork(self)
 
-    def read(self, row: RawRow, name: str) -> bytes:
+    def read(self, row: Row, name: str) -> bytes:
         """Return the content of member `name` of `row`.
 
         Raises DataError for a missing, truncated or outside shard, a missing member, and size or digest mismatch.
         """
-        with self._lock:
-            shard = self._shard(row)
-            record = row.members.get(name) if row.members is not None else shard.table().get(name)
-            if record is None:
-                raise DataError(f"{row.shard}: no member {name!r} for sample {row.sample_id!r}")
-            header, data = shard.pread(record.offset - BLOCK, BLOCK), shard.pread(record.offset, record.bytes)
-        label = f"{row.shard} member {name!r} of sample {row.sample_id!r}"
-        if len(header) < BLOCK or len(data) < record.bytes:
-            raise DataError(
-                f"{label}: shard ends at byte {shard.size}, the index promises bytes {record.offset} to "
-                f"{record.offset + record.bytes}; the shard is truncated, copy or rebuild it"
-            )
-        found_name, found_size = _parse_header(header, label)
-        if found_name != name or found_size != record.bytes:
-            raise DataError(
-                f"{label}: the shard holds {found_name!r} with {found_size} bytes at byte {record.offset}, the index "
-                f"promises {record.bytes} bytes; index and shard do not belong together"
-            )
-        digest = hashlib.sha256(data).hexdigest()
-        if record.sha256 and digest != record.sha256:
-            raise DataError(
-                f"{label}: sha256 is {digest}, the index promises {record.sha256}; the shard is damaged, "
-                "restore a copy"
-            )
-        return data
+        return self.read_many(row, (name,))[name]
 
-    def check(self, rows: Iterable[RawRow]) -> None:
-        """Compare every shard of `rows` with the index without reading content.
+    def read_many(self, row: Row, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the content of several members of `row`; neighbours in the shard are read at once.
 
-        Raises DataError for a shard that is missing, outside the root, of another size, or ends before a member does.
+        Raises as `read` does.
         """
-        last: dict[str, tuple[int, RawRow]] = {}
-        for row in rows:
+        shard = self._leased(row)
+        try:
+            records = {name: _record(row, shard, name) for name in names}
+            found: dict[str, bytes] = {}
+            for span in _spans(records):
+                start = records[span[0]].offset
+                stop = max(records[name].offset + records[name].bytes for name in span)
+                data = shard.pread(start, stop - start)
+                for name in span:
+                    record = records[name]
+                    at = record.offset - start
+                    content = data if len(span) == 1 else data[at : at + record.bytes]
+                    _check_content(row, shard, name, record, content)
+                    found[name] = content
+        finally:
+            shard.release()
+        return {name: found[name] for name in records}
+
+    def prefetch(self, shards: Iterable[Row | str]) -> None:
+        """Stage shards ahead of their first read, in the background; nothing happens without a cache."""
+        if self._cache is not None:
+            self._cache.prefetch(shards)
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Compare every shard of `rows` with the index without reading content (buckets: one size request each).
+
+        Raises DataError for a shard that is missing, outside the root, of another size, or ends before a member does;
+        ConfigError for one that this transport cannot read.
+        """
+        last: dict[str, tuple[int, Row]] = {}
+        for row in _one_per_shard(rows):
             end = max((member.offset + member.bytes for member in (row.members or {}).values()), default=0)
             last[row.shard] = max(last.get(row.shard, (0, row)), (end, row), key=lambda pair: pair[0])
-        for name, (end, row) in last.items():
-            with self._lock:
-                size = self._shard(row).size
+            if row.members is None and self._remote is not None:
+                raise _no_offsets(row)
+        for size, (name, (end, row)) in zip(
+            self._sizes([row for _, row in last.values()]), last.items(), strict=True
+        ):
             if size < end:
                 raise DataError(
-                    f"{name}: shard ends at byte {size}, the index promises bytes up to {end} (sample {row.sample_id!r}); "
-                    "the shard is truncated, copy or rebuild it"
+                    f"{name}: shard ends at byte {size}, the index promises bytes up to {end} "
+                    f"(sample {row.sample_id!r}); the shard is truncated, copy or rebuild it"
                 )
 
     def close(self) -> None:
-        """Close every open shard."""
+        """Close every open shard and stop prefetching; reading again opens them again."""
         with self._lock:
-            while self._open:
-                self._open.popitem()[1].close()
+            shards, self._open = list(self._open.values()), OrderedDict()
+        for shard in shards:
+            shard.close()
+        if self._cache is not None:
+            self._cache.close()
 
-    def _shard(self, row: RawRow) -> _OpenShard:
-        if (shard := self._open.get(row.shard)) is None:
-            shard = _OpenShard(self._resolve(row), row.shard)
-            self._open[row.shard] = shard
-            if len(self._open) > self._max_open:
-                self._open.popitem(last=False)[1].close()
-        self._open.move_to_end(row.shard)
-        if row.shard_size is not None and shard.size != row.shard_size:
-            raise DataError(
-                f"{row.shard}: shard has {shard.size} bytes, the index promises shard_size {row.shard_size}; "
-                "it is truncated or of another build, copy or rebuild it"
-            )
+    def _leased(self, row: Row) -> OpenShard | RangeShard:
+        """Return the shard of a row, staged, open and leased; the caller releases it."""
+        with self._lock:
+            shard = self._open.get(row.shard)
+            if shard is not None:
+                self._open.move_to_end(row.shard)
+        if shard is None or not shard.lease():
+            shard = self._opened(row)
+            self._keep(row.shard, shard)
+        try:
+            _check_size(row, shard.size)
+        except DataError:
+            shard.release()
+            raise
         return shard
 
-    def _resolve(self, row: RawRow) -> Path:
+    def _opened(self, row: Row) -> OpenShard | RangeShard:
+        if self._cache is not None:
+            return self._cache.acquire(row)
+        if self._remote is not None:
+            return RangeShard(self._remote, row.shard)
+        path = self._resolve(row)
+        return OpenShard(os.open(path, os.O_RDONLY), path, row.shard)
+
+    def _keep(self, name: str, shard: OpenShard | RangeShard) -> None:
+        """Remember an open shard in place of an older one of that name and of the least recently used ones."""
+        with self._lock:
+            retired = [self._open.pop(name)] if name in self._open else []
+            self._open[name] = shard
+            while len(self._open) > self._max_open:
+                retired.append(self._open.popitem(last=False)[1])
+        for old in retired:
+            old.close()
+
+    def _sizes(self, rows: list[Row]) -> list[int]:
+        if self.root is not None:
+            return [self._size(row) for row in rows]
+        with ThreadPoolExecutor(SIZE_REQUESTS) as pool:
+            return list(pool.map(self._size, rows))
+
+    def _size(self, row: Row) -> int:
+        """Return the bytes of a shard without opening or staging it."""
+        if self._cache is not None:
+            size = self._cache.size(row)
+        elif self._remote is not None:
+            size = self._remote.size(row.shard)
+        else:
+            size = self._resolve(row).stat().st_size
+        _check_size(row, size)
+        return size
+
+    def _resolve(self, row: Row) -> Path:
+        assert self.root is not None
         path = (self.root / row.shard).resolve()
         if not path.is_relative_to(self.root):
-            raise DataError(f"{row.shard}: resolves to {path}, outside data.root {self.root}")
+            raise DataError(f"{row.shard}: resolves to {path}, outside {self._root_key} {self.root}")
         if not path.is_file():
             raise DataError(
-                f"{row.shard}: shard is missing under data.root {self.root} (sample {row.sample_id!r})"
+                f"{row.shard}: shard is missing under {self._root_key} {self.root} (sample {row.sample_id!r})"
             )
         return path
 
+    def after_fork(self) -> None:
+        self._lock, self._open = threading.Lock(), OrderedDict()
 
-class _OpenShard:
-    """An open shard file and, for rows without recorded offsets, its lazily scanned member table."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+class OpenShard:
+    """An open shard file, leased (in use) when made; closed once it is retired and nobody reads it any more."""
+
+    def __init__(self, descriptor: int, path: Path, name: str) -> None:
+        self._descriptor = descriptor
         self._path, self._name = path, name
         self._table: dict[str, _Scanned] | None = None
-        self.size = os.fstat(self._descriptor).st_size
+        self._users, self._retired = 1, False
+        self._lock = threading.Lock()
+        self.size = os.fstat(descriptor).st_size
+        survive_fork(self)
+
+    def lease(self) -> bool:
+        """Start a read; False if the shard was closed or evicted meanwhile and must be opened again."""
+        with self._lock:
+            if self._retired or (self._users == 0 and not self._take()):
+                return False
+            self._users += 1
+            return True
+
+    def release(self) -> None:
+        """End a read."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._drop()
+                if self._retired:
+                    os.close(self._descriptor)
+
+    def close(self) -> None:
+        """Close as soon as no read is in progress."""
+        with self._lock:
+            if not self._retired:
+                self._retired = True
+                if self._users == 0:
+                    os.close(self._descriptor)
 
     def pread(self, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes; positioned, so threads and forks do not disturb each other."""
+        """Return up to `size` bytes; positioned, so threads do not disturb each other."""
+        part = os.pread(self._descriptor, size, offset)
+        if len(part) == size:
+            return part
         parts = []
-        while size > 0 and (part := os.pread(self._descriptor, size, offset)):
+        while part:
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
+            part = os.pread(self._descriptor, size, offset) if size else b""
         return b"".join(parts)
 
-    def table(self) -> dict[str, _Scanned]:
+    def table(self) -> Mapping[str, _Scanned]:
         """Return the members found by reading every header; only uncompressed tar is accepted."""
         if self._table is None:
             try:
@@ -193,8 +298,37 @@ class _OpenShard:
                 raise DataError(f"{self._name}: not a readable uncompressed tar ({error})") from None
         return self._table
 
-    def close(self) -> None:
-        os.close(self._descriptor)
+    def after_fork(self) -> None:
+        # The child opens its own: an inherited descriptor shares its file lock with the parent.
+        if not (self._retired and self._users == 0):
+            os.close(self._descriptor)
+        self._lock, self._users, self._retired = threading.Lock(), 0, True
+
+    def _take(self) -> bool:
+        """Called before the first of concurrent reads; False if the file is not the one that was opened."""
+        return True
+
+    def _drop(self) -> None:
+        """Called after the last of concurrent reads."""
+
+
+class RangeShard:
+    """A shard in a bucket of which only the wanted bytes are read; has the interface of `OpenShard`."""
+
+    def __init__(self, remote: RemoteFiles, name: str) -> None:
+        self._remote, self._name = remote, name
+        self.size = remote.size(name)
+
+    def lease(self) -> bool:
+        return True
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def pread(self, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes, fewer at the end of the shard."""
+        return self._remote.read_range(self._name, offset, max(offset, min(offset + size, self.size)))
 
 
 class _Scanned:
@@ -204,6 +338,93 @@ class _Scanned:
 
     def __init__(self, offset: int, size: int) -> None:
         self.offset, self.bytes = offset, size
+
+
+def survive_fork(resource: Any) -> None:
+    """Call `resource.after_fork()` in every forked child, before anything else runs there."""
+    _resources.add(resource)
+
+
+_resources: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for resource in list(_resources):
+        resource.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _one_per_shard(rows: Iterable[Row]) -> Iterable[Row]:
+    """Return what is enough to check sizes: of an index that records all of them, the first row of each shard."""
+    if not isinstance(rows, Index) or (rows.shard_bytes < 0).any():
+        return rows
+    _, first = np.unique(rows.columns.shard, return_index=True)
+    return [rows[int(ordinal)] for ordinal in first]
+
+
+def _record(row: Row, shard: OpenShard | RangeShard, name: str) -> Member | _Scanned:
+    if row.members is None and isinstance(shard, RangeShard):
+        raise _no_offsets(row)
+    table = row.members if row.members is not None else shard.table()  # type: ignore[union-attr]
+    if (record := table.get(name)) is None:
+        raise DataError(f"{row.shard}: no member {name!r} for sample {row.sample_id!r}")
+    return record
+
+
+def _no_offsets(row: Row) -> ConfigError:
+    return ConfigError(
+        f"{row.shard}: the index records no byte offsets for sample {row.sample_id!r}, so its members cannot be read "
+        "by byte range; set data.transport.cache_dir to stage whole shards"
+    )
+
+
+def _spans(records: Mapping[str, Member | _Scanned]) -> list[list[str]]:
+    """Group members that lie close together; each group and the groups are in shard order."""
+    spans: list[list[str]] = []
+    end = 0
+    for name, record in sorted(records.items(), key=lambda item: item[1].offset):
+        if spans and record.offset - end <= GAP_BYTES:
+            spans[-1].append(name)
+        else:
+            spans.append([name])
+        end = max(end, record.offset + record.bytes)
+    return spans
+
+
+def _check_size(row: Row, size: int) -> None:
+    if row.shard_size is not None and size != row.shard_size:
+        raise DataError(
+            f"{row.shard}: shard has {size} bytes, the index promises shard_size {row.shard_size}; "
+            "it is truncated or of another build, copy or rebuild it"
+        )
+
+
+def _check_content(
+    row: Row, shard: OpenShard | RangeShard, name: str, record: Member | _Scanned, data: bytes
+) -> None:
+    """Raise DataError that explains why `data` is not the member, if it is not."""
+    if len(data) == record.bytes and (
+        record.sha256 is None or hashlib.sha256(data).hexdigest() == record.sha256
+    ):
+        return
+    label = f"{row.shard} member {name!r} of sample {row.sample_id!r}"
+    if len(data) < record.bytes:
+        raise DataError(
+            f"{label}: shard ends at byte {shard.size}, the index promises bytes {record.offset} to "
+            f"{record.offset + record.bytes}; the shard is truncated, copy or rebuild it"
+        )
+    found_name, found_size = _parse_header(shard.pread(record.offset - BLOCK, BLOCK), label)
+    if found_name != name or found_size != record.bytes:
+        raise DataError(
+            f"{label}: the shard holds {found_name!r} with {found_size} bytes at byte {record.offset}, the index "
+            f"promises {record.bytes} bytes; index and shard do not belong together"
+        )
+    raise DataError(
+        f"{label}: sha256 is {hashlib.sha256(data).hexdigest()}, the index promises {record.sha256}; "
+        "the shard is damaged, restore a copy"
+    )
 
 
 def _parse_header(header: bytes, label: str) -> tuple[str, int]:

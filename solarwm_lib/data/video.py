@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -37,6 +38,7 @@ SCALER = int(
 REPRODUCIBLE = "mbtree=0:rc-lookahead=0:scenecut=0:bframes=0:weightp=0"
 BT709 = 1
 VARIABLE_RATE_TOLERANCE = 0.1
+SEEK_FROM = 16  # frames; below it, listing the key frames costs more than decoding from the start
 
 
 @dataclass(frozen=True)
@@ -62,25 +64,11 @@ def iterate(
     """
     label = name or _label(source)
     scaler = VideoReformatter()
-    try:
-        with _open(source, label) as container:
-            stream = _video_stream(container, label)
-            stream.thread_type = "NONE"
-            rate = float(stream.average_rate or 0)
-            for ordinal, frame in enumerate(container.decode(stream)):
-                turns = _quarter_turns(frame, label)
-                height, width = size or (None, None)
-                if turns % 2:
-                    height, width = width, height
-                picture = scaler.reformat(
-                    frame, width=width, height=height, format="rgb24", interpolation=SCALER, threads=1
-                ).to_ndarray()
-                time = float(frame.time) if frame.time is not None else ordinal / (rate or 1.0)
-                yield time, np.ascontiguousarray(np.rot90(picture, turns))
-    except av.error.FFmpegError as error:
-        raise DataError(
-            f"{label}: does not decode ({error.strerror}); re-encode or remove the file"
-        ) from None
+    with _decoding(source, label) as (container, stream):
+        rate = float(stream.average_rate or 0)
+        for ordinal, frame in enumerate(container.decode(stream)):
+            time = float(frame.time) if frame.time is not None else ordinal / (rate or 1.0)
+            yield time, _upright(frame, scaler, size, label)
 
 
 def decode(
@@ -88,7 +76,8 @@ def decode(
 ) -> Frames:
     """Return the frames `indices` (all by default; any order, repeats allowed) as uint8 [F, H, W, 3].
 
-    Raises DataError if the video does not decode, is empty, or is shorter than an index needs.
+    Decoding starts at the key frame before the first wanted one. Raises DataError if the video does not decode, is
+    empty, or is shorter than an index needs.
     """
     label = name or _label(source)
     if indices is None:
@@ -96,20 +85,76 @@ def decode(
         return _stack(everything, label)
     if not len(indices) or min(indices) < 0:
         raise ValueError("indices must be non-empty and non-negative")
-    wanted, last = set(indices), max(indices)
+    wanted = set(indices)
+    kept: dict[int, Frames] = {}
+    if min(wanted) >= SEEK_FROM:
+        kept = _decode_wanted(source, wanted, label, size, seek=True)
+    if kept.keys() != wanted:  # no usable time stamps or key frames: count frames from the start
+        kept = _decode_wanted(source, wanted, label, size, seek=False)
+    return _stack([kept[index] for index in indices], label)
+
+
+def _decode_wanted(
+    source: Source, wanted: set[int], label: str, size: Size | None, *, seek: bool
+) -> dict[int, Frames]:
+    """Return the wanted frames by ordinal; with `seek` possibly not all of them, else DataError if one is missing."""
+    scaler, last = VideoReformatter(), max(wanted)
     kept: dict[int, Frames] = {}
     count = 0
-    for count, (_, frame) in enumerate(iterate(source, name=label, size=size), start=1):
-        if count - 1 in wanted:
-            kept[count - 1] = frame
-        if count > last:
-            break
-    if count <= last:
+    with _decoding(source, label) as (container, stream):
+        ordinals = _seek(container, stream, min(wanted)) if seek else None
+        if seek and not ordinals:
+            return {}
+        for count, frame in enumerate(container.decode(stream), start=1):
+            ordinal = count - 1 if ordinals is None else ordinals.get(frame.pts, -1)
+            if ordinal in wanted:
+                kept[ordinal] = _upright(frame, scaler, size, label)
+            if ordinal >= last:
+                break
+    if not seek and count <= last:
         raise DataError(
             f"{label}: decoded {count} frames, the clip needs frame {last} (at least {last + 1} frames); "
             "the index promises more than the video holds, rebuild it with `solarwm data pack`"
         )
-    return _stack([kept[index] for index in indices], label)
+    return kept
+
+
+def _seek(container: Any, stream: Any, ordinal: int) -> dict[int, int]:
+    """Go to the last key frame at or before frame `ordinal`; return the ordinal of each time stamp, empty if unknown."""
+    packets = [packet for packet in container.demux(stream) if packet.size and not packet.is_discard]
+    stamps = sorted(packet.pts for packet in packets if packet.pts is not None)
+    ordinals = {stamp: position for position, stamp in enumerate(stamps)}
+    keys = [p.pts for p in packets if p.is_keyframe and ordinals.get(p.pts, ordinal + 1) <= ordinal]
+    if len(ordinals) != len(packets) or not keys:
+        return {}
+    container.seek(max(keys), stream=stream)
+    return ordinals
+
+
+@contextmanager
+def _decoding(source: Source, label: str) -> Iterator[tuple[Any, Any]]:
+    """Open a video and its stream for decoding in the calling thread; DataError for a file that does not decode."""
+    try:
+        with _open(source, label) as container:
+            stream = _video_stream(container, label)
+            stream.thread_type = "NONE"
+            yield container, stream
+    except av.error.FFmpegError as error:
+        raise DataError(
+            f"{label}: does not decode ({error.strerror}); re-encode or remove the file"
+        ) from None
+
+
+def _upright(frame: Any, scaler: VideoReformatter, size: Size | None, label: str) -> Frames:
+    """Return a decoded frame as uint8 [H, W, 3], rotated and scaled to (height, width) `size`."""
+    turns = _quarter_turns(frame, label)
+    height, width = size or (None, None)
+    if turns % 2:
+        height, width = width, height
+    picture = scaler.reformat(
+        frame, width=width, height=height, format="rgb24", interpolation=SCALER, threads=1
+    ).to_ndarray()
+    return np.ascontiguousarray(np.rot90(picture, turns))
 
 
 def probe_by_decoding(source: Source, *, name: str | None = None) -> VideoInfo:
@@ -250,7 +295,8 @@ def _label(source: Source) -> str:
 def _open(source: Source, label: str) -> Any:
     stream = io.BytesIO(source) if isinstance(source, bytes) else str(source)
     try:
-        return av.open(stream)
+        # Titles and comments in another encoding are common, and nobody reads them.
+        return av.open(stream, metadata_errors="replace")
     except av.error.FFmpegError as error:
         raise DataError(f"{label}: not a readable video ({error.strerror})") from None
 

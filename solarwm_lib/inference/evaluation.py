@@ -133,9 +133,11 @@ class PassRun:
             **({} if self.chosen is None else {"slots": sorted(self.chosen)}),
         }
 
-    def parents(self) -> list[Path]:
+    def parents(self) -> list[artifacts.Artifact]:
         """The checkpoint, the data set and the base weights (codec and text encoder)."""
-        return [self.checkpoint.path, Path(self.config.data.root), Path(self.config.model.base_path)]
+        data = self.config.data
+        dataset = read_dataset(data.root, shards_elsewhere=bool(data.transport.root))
+        return [self.checkpoint, dataset, artifacts.read(self.config.model.base_path)]
 
     def donor(self, slot: int) -> dict[str, Any]:
         """The case whose camera slot `slot` uses: its own, or the next one's when cameras are shuffled."""
@@ -157,7 +159,8 @@ def prepare(
     """
     chosen = None if slots is None else frozenset(slots)
     run = PassRun(resolved, plan, settings, artifacts.read(checkpoint, CHECKPOINT_SCHEMA), chosen)
-    read_dataset(resolved.config.data.root)
+    data = resolved.config.data
+    read_dataset(data.root, shards_elsewhere=bool(data.transport.root))
     check_plan(plan, resolved)
     check_contract(run.checkpoint, resolved)
     run.sampling.grid()

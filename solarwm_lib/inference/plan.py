@@ -24,6 +24,7 @@ from solarwm_lib.data.camera import CameraGuardError
 from solarwm_lib.data.index import RawRow, read_index
 from solarwm_lib.data.sampling import frame_offsets, start_count
 from solarwm_lib.data.shards import ShardReader
+from solarwm_lib.data.transport import open_shards
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
 from solarwm_lib.runtime.keyed import key64
 
@@ -113,6 +114,8 @@ def plan_settings(resolved: Resolved) -> dict[str, Any]:
         "data.width": data.width,
         "data.fps": data.fps,
         "data.camera_array_key": data.camera_array_key,
+        "data.camera_axes": data.camera_axes,
+        "data.camera_scale": data.camera_scale,
         "validation.sample_count": validation.sample_count,
         "validation.selection_seed": validation.selection_seed,
         "validation.noise_seed": validation.noise_seed,
@@ -148,7 +151,7 @@ def build_plan(resolved: Resolved) -> dict[str, Any]:
         raise ConfigError(
             f"validation.sample_count is {wanted}, {path.name} has {len(rows)} rows; lower it to {len(rows)} or add clips"
         )
-    shards = ShardReader(config.data.root)
+    shards = open_shards(config.data, config.data.root)
     cases: list[dict[str, Any]] = []
     rejected: list[dict[str, str]] = []
     for ordinal in selection_order(len(rows), config.validation.selection_seed):
@@ -212,7 +215,13 @@ def _case(config: Any, shards: ShardReader, row: RawRow, ordinal: int) -> dict[s
             f"{offsets[-1] + 1}); correct the test index"
         )
     stored = shards.read(row, row.camera_member)
-    c2w = camera.load_c2w(stored, data.camera_array_key, name=f"{name}: {row.camera_member}")
+    c2w = camera.load_cameras(
+        stored,
+        data.camera_array_key,
+        axes=data.camera_axes,
+        scale=data.camera_scale,
+        name=f"{name}: {row.camera_member}",
+    )
     latent = camera.latent_frame_indices(data.pixel_frames, config.model.family)
     source = [start + offsets[index] for index in latent]
     if source[-1] >= len(c2w):

@@ -84,7 +84,14 @@ def publish(
         on_main(topology, partial(_open, stack, transaction, extra))
         # The plan has applied the validation guards; those of training must not reject its cases.
         data = config.data.model_copy(update={"max_relative_translation": None, "max_camera_absolute": None})
-        clips = RawClips(data.root, data.test_index, data, data.decoded_cache_gib, family=config.model.family)
+        clips = RawClips(
+            data.root,
+            data.test_index,
+            data,
+            data.decoded_cache_gib,
+            family=config.model.family,
+            intrinsics_mode=config.model.camera_intrinsics_mode,
+        )
         summaries: list[dict[str, Any]] = []
         evidence: dict[str, bytes] = {}
         for prefix, run in runs.items():

@@ -56,7 +56,7 @@ def launch(action: str, resolved: Resolved, *, until_step: int | None = None) ->
         from solarwm_lib.training import setup, train
 
         setup.open_run(resolved, output)
-        setup.check_clips(resolved)
+        setup.check_clips(resolved, topology)
         records = output
         operation = lambda: train.run(resolved, run_dir=output, until_step=until_step)  # noqa: E731
     elif action == "infer":
@@ -69,8 +69,9 @@ def launch(action: str, resolved: Resolved, *, until_step: int | None = None) ->
     else:
         raise ConfigError(f"action {action!r} cannot be launched; expected train or infer")
 
-    # On every rank: a refusal by rank 0 alone would leave the others waiting for it.
-    bind_run_directory(records, resolved)
+    # On every rank: a refusal by rank 0 alone would leave the others waiting for it. Only rank 0 has looked at the data,
+    # so only rank 0 may write.
+    bind_run_directory(records, resolved, write=topology.is_main)
     if not topology.is_main:
         operation()
         return 0
@@ -163,8 +164,8 @@ class Attempt:
             write_atomic(directory / "run-result.json", json_bytes({**self._facts, **outcome}))
 
 
-def bind_run_directory(records: Path, resolved: Resolved) -> None:
-    """Write `resolved-config.json` if it is absent; refuse a directory that belongs to another run.
+def bind_run_directory(records: Path, resolved: Resolved, *, write: bool = True) -> None:
+    """Write `resolved-config.json` if it is absent (unless `write` is false); refuse a directory of another run.
 
     Same semantic identity with other paths, cadence or topology is the same run: the file keeps its first content and
     the attempt's folder holds what is in force now.
@@ -172,7 +173,7 @@ def bind_run_directory(records: Path, resolved: Resolved) -> None:
     from solarwm_lib.config.identity import canonical_json, diff, digest, format_diff, semantic_view
 
     path = records / "resolved-config.json"
-    if not path.exists() and artifacts.write_once(path, canonical_json(resolved.values)):
+    if not path.exists() and (not write or artifacts.write_once(path, canonical_json(resolved.values))):
         return
     try:
         before = json.loads(path.read_bytes())
@@ -247,9 +248,12 @@ def _manifest(
             "validation_noise": config.validation.noise_seed,
         },
         "inputs": {
-            "dataset": _artifact_facts(root),
+            "dataset": _artifact_facts(root, shards_elsewhere=bool(config.data.transport.root)),
             "train_index": _file_facts(root / config.data.train_index),
             "test_index": _file_facts(root / config.data.test_index),
+            "latents": _artifact_facts(Path(config.data.latents_root) / "index")
+            if config.data.encoding == "preencoded"
+            else None,
             "assets": _artifact_facts(Path(config.model.base_path)),
             "checkpoint": _artifact_facts(Path(config.checkpoint.path)) if config.checkpoint.path else None,
         },
@@ -261,8 +265,8 @@ def _manifest(
     return {**content, "launch_identity_digest": digest(content)}
 
 
-def _artifact_facts(path: Path) -> dict[str, Any]:
-    artifact = artifacts.read(path)
+def _artifact_facts(path: Path, *, shards_elsewhere: bool = False) -> dict[str, Any]:
+    artifact = artifacts.read(path, elsewhere="shards/" if shards_elsewhere else "")
     return {"path": str(artifact.path), "schema": artifact.schema, "digest": artifact.digest}
 
 

@@ -105,11 +105,11 @@ def artifact_dir(path: Path | str) -> Path:
     return absolute.parent if absolute.name == MARKER else absolute
 
 
-def parent_records(target: Path, parents: Sequence[Path | str]) -> tuple[Parent, ...]:
-    """Verify the parents cheaply and describe them relative to `target`, in the order given, each once."""
+def parent_records(target: Path, parents: Sequence[Artifact | Path | str]) -> tuple[Parent, ...]:
+    """Describe the parents relative to `target`, in the order given, each once; those given by path are read first."""
     records: dict[str, Parent] = {}
-    for path in parents:
-        artifact = read(path)
+    for parent in parents:
+        artifact = parent if isinstance(parent, Artifact) else read(parent)
         relative = PurePosixPath(os.path.relpath(artifact.path, target)).as_posix()
         records[relative] = Parent(relative, artifact.digest, artifact.schema)
     return tuple(records.values())
@@ -199,8 +199,17 @@ def load_manifest(directory: Path) -> tuple[dict[str, Any], bytes]:
         ) from None
 
 
-def check_members(directory: Path, members: Sequence[Member], deep: bool) -> None:
-    """Every member is a regular file of the recorded size, reached through real directories; deep compares digests."""
+def check_members(directory: Path, members: Sequence[Member], deep: bool, elsewhere: str = "") -> None:
+    """Every member is a regular file of the recorded size, reached through real directories; deep compares digests.
+
+    Members whose path starts with `elsewhere` (unless empty) may be absent: they are read from another place.
+    """
+    if elsewhere:
+        members = [
+            member
+            for member in members
+            if not member.path.startswith(elsewhere) or os.path.lexists(directory / member.path)
+        ]
     real_directories: set[Path] = {directory}
     for member in members:
         path = directory / member.path
@@ -245,15 +254,18 @@ def _check_digests(directory: Path, members: Sequence[Member]) -> None:
                 )
 
 
-def read(path: Path | str, schema: str | None = None) -> Artifact:
+def read(path: Path | str, schema: str | None = None, *, elsewhere: str = "") -> Artifact:
     """Read an artifact by its directory or marker and verify it cheaply: marker, manifest, every member's size.
 
+    Members below the prefix `elsewhere` may be absent (shards that stay in a bucket); those present are checked.
     ArtifactError if it is absent (with the complete ones beside it), damaged, or not of `schema`.
     """
-    return verify(path, schema=schema)
+    return verify(path, schema=schema, elsewhere=elsewhere)
 
 
-def verify(path: Path | str, deep: bool = False, *, schema: str | None = None) -> Artifact:
+def verify(
+    path: Path | str, deep: bool = False, *, schema: str | None = None, elsewhere: str = ""
+) -> Artifact:
     """As `read`; `deep` also compares every member's SHA-256."""
     directory = artifact_dir(path)
     marker = directory / MARKER
@@ -268,7 +280,7 @@ def verify(path: Path | str, deep: bool = False, *, schema: str | None = None) -
     found_schema, identity, members, parents = contents(value)
     if schema is not None and found_schema != schema:
         raise ArtifactError(f"{directory}: schema is {found_schema!r}, expected {schema!r}")
-    check_members(directory, members, deep)
+    check_members(directory, members, deep, elsewhere)
     return Artifact(directory, found_schema, identity, members, parents, hashlib.sha256(data).hexdigest())
 
 

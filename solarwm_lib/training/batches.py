@@ -1,37 +1,44 @@
 """Micro-batches as tensors: which samples, their latents, prompt embeddings and cameras.
 
 A batch is a pure function of its global sample indices: nothing counts what was fetched ahead, so a resume needs only
-the step (no sample is seen twice or skipped). Clips and captions are encoded one at a time, because a kernel may round
-differently for another batch size and a cached latent must equal a fresh one bit for bit.
+the step (no sample is seen twice or skipped). What cannot be read is replaced by keyed draws, if the run allows it, and
+named in the batch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
-from solarwm_lib.inference.generate import to_video
-
-if TYPE_CHECKING:
-    from solarwm_lib.backbones.codec import Codec
-    from solarwm_lib.backbones.text import TextEncoder
-    from solarwm_lib.data.dataset import RawClips, Sample
+from solarwm_lib.data.failures import (
+    CAMERA_GUARD,
+    BudgetSpent,
+    Replacement,
+    SampleFailure,
+    Settled,
+    draw,
+    settle,
+)
+from solarwm_lib.data.sampling import PlannedSample
+from solarwm_lib.runtime.errors import DataError
+from solarwm_lib.training.peers import Failed, Peers
+from solarwm_lib.training.sources import ByteCache, EncodedClip, Source
+from solarwm_lib.training.topology import Topology
 
 log = logging.getLogger(__name__)
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. latents `[B,T,C,h,w]`, prompt_embeds `[B,L,D]`, w2c `[B,T,4,4]`, intrinsics `[B,3,3]`."""
+    """One micro-batch. latents `[B,T,C,h,w]`, prompt_embeds `[B,L,D]`, w2c `[B,T,4,4]`, intrinsics `[B,3,3]`.
+
+    `replaced` names the clips that others stand in for; image_condition is A14B's y `[B,T,4+C,h,w]`.
+    """
 
     indices: tuple[int, ...]
     sample_ids: tuple[str, ...]
@@ -42,135 +49,151 @@ class Batch:
     prompt_embeds: torch.Tensor
     w2c: torch.Tensor
     intrinsics: torch.Tensor
-
-
-class ByteCache(Generic[K, V]):
-    """Least-recently-used cache bounded by the bytes of its values."""
-
-    def __init__(self, capacity_bytes: int, size_of: Callable[[V], int]) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self._size_of = size_of
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._values
-
-    def get(self, key: K) -> V | None:
-        """Return the value of `key`, now the most recently used one, or None."""
-        if key in self._values:
-            self._values.move_to_end(key)
-        return self._values.get(key)
-
-    def put(self, key: K, value: V) -> None:
-        """Keep `value`, dropping the longest unused ones; a value larger than the whole cache is not kept."""
-        size = self._size_of(value)
-        if key in self._values or size > self.capacity_bytes:
-            return
-        self._values[key] = value
-        self.used_bytes += size
-        while self.used_bytes > self.capacity_bytes:
-            self.used_bytes -= self._size_of(self._values.popitem(last=False)[1])
+    replaced: tuple[Replacement, ...] = ()
+    image_condition: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class _Clip:
-    """An encoded clip: what is kept of a sample once its pixels are no longer needed."""
+class _Read:
+    """How reading one place of the plan ended: with a sample (or an encoded clip that was kept), or with a failure."""
 
-    sample_id: str
-    start_frame: int
-    caption: str
-    latents: torch.Tensor
-    w2c: np.ndarray
-    intrinsics: np.ndarray
-
-    def bytes(self) -> int:
-        return self.latents.nbytes + self.w2c.nbytes + self.intrinsics.nbytes
+    settled: Settled[Any] | None
+    failed: Failed | None
+    rejected: tuple[str, ...]
+    error: DataError | None = None
 
 
 class Batches:
-    """Loads micro-batches, decoding ahead in `workers` threads and keeping encoded clips and prompts in memory."""
+    """Loads micro-batches, reading ahead in `workers` threads and keeping encoded clips in memory.
+
+    Every rank must make its `Batches` at the same point: sequence-parallel peers then share a group.
+    """
 
     def __init__(
         self,
-        clips: RawClips,
-        codec: Codec,
-        text: TextEncoder,
+        source: Source,
         device: torch.device,
-        latent_cache_bytes: int,
-        prompt_cache_bytes: int = 2**30,
+        cache_bytes: int,
         workers: int = 0,
+        topology: Topology | None = None,
     ) -> None:
-        self._clips, self._codec, self._text, self._device = clips, codec, text, device
-        self._encoded: ByteCache[tuple[int, int], _Clip] = ByteCache(latent_cache_bytes, _Clip.bytes)
-        self._prompts: ByteCache[str, torch.Tensor] = ByteCache(prompt_cache_bytes, lambda t: t.nbytes)
+        self.workers = workers
+        self._source, self._device = source, device
+        self._plan = source.clips.plan
+        self._peers = Peers(topology or Topology())
+        self._kept: ByteCache[tuple[int, int], EncodedClip] = ByteCache(cache_bytes, EncodedClip.bytes)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="clips") if workers else None
-        self._ahead: dict[int, Future[Sample]] = {}
+        self._ahead: dict[int, Future[_Read]] = {}
 
-    def load(self, indices: Sequence[int], following: Sequence[int] = ()) -> Batch:
-        """Return the batch of `indices` on the device; `following` names the batch to decode meanwhile."""
-        self._prefetch([*indices, *following])
-        found = [self._clip(index) for index in indices]
+    def load(self, indices: Sequence[int], following: Sequence[int] = (), allowed: int = 0) -> Batch:
+        """Return the batch of `indices` on the device; `following` names the samples to read meanwhile.
+
+        Up to `allowed` clips that cannot be read are replaced; the next one raises BudgetSpent, on all sequence-parallel
+        peers alike.
+        """
+        self._source.clips.prefetch(indices)
+        self._read_ahead([*indices, *following])
+        settled, replaced = self._settle(indices, allowed)
         for index in [index for index in self._ahead if index not in following]:
             self._ahead.pop(index).cancel()
-        clips = [clip for clip, _ in found]
+        clips = [self._clip(settled[index]) for index in indices]
+        conditions = [clip.image_condition for clip in clips if clip.image_condition is not None]
         return Batch(
             indices=tuple(indices),
             sample_ids=tuple(clip.sample_id for clip in clips),
-            occurrence_ids=tuple(occurrence_id for _, occurrence_id in found),
+            occurrence_ids=tuple(settled[index].planned.occurrence_id for index in indices),
             start_frames=tuple(clip.start_frame for clip in clips),
             captions=tuple(clip.caption for clip in clips),
-            latents=torch.stack([clip.latents for clip in clips]).to(self._device),
-            prompt_embeds=torch.stack([self._prompt(clip.caption) for clip in clips]).to(self._device),
-            w2c=torch.from_numpy(np.stack([clip.w2c for clip in clips])).to(self._device),
-            intrinsics=torch.from_numpy(np.stack([clip.intrinsics for clip in clips])).to(self._device),
+            latents=self._stack([clip.latents for clip in clips]),
+            prompt_embeds=self._stack([clip.prompt_embeds for clip in clips]),
+            w2c=self._stack([torch.from_numpy(clip.w2c) for clip in clips]),
+            intrinsics=self._stack([torch.from_numpy(clip.intrinsics) for clip in clips]),
+            replaced=tuple(replaced),
+            image_condition=self._stack(conditions) if conditions else None,
         )
 
     def close(self) -> None:
-        """Stop the decoding threads and close the shards."""
+        """Stop the reading threads and close the shards."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._clips.close()
+        self._source.clips.close()
 
-    def _prefetch(self, indices: Sequence[int]) -> None:
+    def _stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the float32 batch on the device; page-locked memory lets a GPU copy it while the host goes on."""
+        batch = torch.stack([tensor.float() for tensor in tensors])
+        if self._device.type == "cuda":
+            return batch.pin_memory().to(self._device, non_blocking=True)
+        return batch.to(self._device)
+
+    def _read_ahead(self, indices: Sequence[int]) -> None:
         if self._pool is None:
             return
         for index in indices:
-            if index not in self._ahead and self._planned(index)[0] not in self._encoded:
-                self._ahead[index] = self._pool.submit(self._clips.sample, index)
+            if index not in self._ahead and _key(draw(self._plan, index, 0)) not in self._kept:
+                self._ahead[index] = self._pool.submit(self._read, index, 0)
 
-    def _planned(self, index: int) -> tuple[tuple[int, int], str]:
-        """Return ((row, start frame), occurrence id) that the plan gives `index`."""
-        planned = self._clips.plan.occurrence_at(index)
-        return (planned.row_ordinal, planned.start_frame), planned.occurrence_id
-
-    def _clip(self, index: int) -> tuple[_Clip, str]:
-        """Return the encoded clip of `index` and its occurrence id.
+    def _read(self, index: int, attempt: int) -> _Read:
+        """Return what lies at `index` from draw number `attempt` on; failures are returned, for peers to hear of them.
 
         Clips are kept under what they show: one that stands in for a clip outside the camera guards depends on the
         index, so it is never found under the rejected clip's name.
         """
-        key, occurrence_id = self._planned(index)
-        held = self._encoded.get(key)
-        if held is not None:
-            return held, occurrence_id
-        future = self._ahead.pop(index, None)
-        sample = future.result() if future is not None else self._clips.sample(index)
-        for reason in sample.rejected:
-            log.warning("clip replaced by %s: %s", sample.occurrence_id, reason)
-        clip = self._encode(sample)
-        self._encoded.put((sample.row_ordinal, sample.start_frame), clip)
-        return clip, sample.occurrence_id
 
-    def _prompt(self, caption: str) -> torch.Tensor:
-        held = self._prompts.get(caption)
+        def use(planned: PlannedSample) -> Any:
+            held = self._kept.get(_key(planned))
+            return held if held is not None else self._source.read(planned)
+
+        try:
+            settled = settle(self._plan, index, use, attempt)
+        except SampleFailure as error:
+            return _Read(None, Failed(error.attempt, error.reason, str(error)), error.rejected, error)
+        except DataError as error:
+            return _Read(None, Failed(attempt, "", str(error)), (), error)
+        return _Read(settled, None, settled.rejected)
+
+    def _settle(
+        self, indices: Sequence[int], allowed: int
+    ) -> tuple[dict[int, Settled[Any]], list[Replacement]]:
+        """Return what each index ends with, and what was replaced on the way."""
+        settled: dict[int, Settled[Any]] = {}
+        replaced: list[Replacement] = []
+        pending = {index: 0 for index in indices}
+        while pending:
+            reads = {index: self._await(index, attempt) for index, attempt in pending.items()}
+            agreed = self._peers.agree([read.failed for read in reads.values()])
+            retry: dict[int, int] = {}
+            for (index, read), failed in zip(reads.items(), agreed, strict=True):
+                # Guards decide alike everywhere, but a peer that failed did not get as far as the others.
+                known = read.rejected if failed is None else read.rejected[: failed.attempt - pending[index]]
+                replaced += [Replacement(CAMERA_GUARD, message) for message in known]
+                if failed is None and read.settled is not None:
+                    settled[index] = read.settled
+                elif failed is not None:
+                    if not failed.reason:
+                        raise DataError(failed.message) from read.error
+                    replaced.append(Replacement(failed.reason, failed.message))
+                    if allowed < 1:
+                        raise BudgetSpent(replaced) from read.error
+                    allowed -= 1
+                    retry[index] = failed.attempt + 1
+            pending = retry
+        for item in replaced:
+            log.warning("clip replaced (%s): %s", item.reason, item.message)
+        return settled, replaced
+
+    def _await(self, index: int, attempt: int) -> _Read:
+        future = self._ahead.pop(index, None) if attempt == 0 else None
+        return future.result() if future is not None else self._read(index, attempt)
+
+    def _clip(self, settled: Settled[Any]) -> EncodedClip:
+        if isinstance(settled.value, EncodedClip):
+            return settled.value
+        held = self._kept.get(_key(settled.planned))
         if held is None:
-            held = self._text.encode([caption])[0].float().cpu()
-            self._prompts.put(caption, held)
+            held = self._source.encode(settled.value)
+            self._kept.put(_key(settled.planned), held)
         return held
 
-    def _encode(self, sample: Sample) -> _Clip:
-        latents = self._codec.encode(to_video(sample.frames[None]).to(self._device))[0].float().cpu()
-        return _Clip(
-            sample.sample_id, sample.start_frame, sample.caption, latents, sample.w2c, sample.intrinsics
-        )
+
+def _key(planned: PlannedSample) -> tuple[int, int]:
+    return planned.row_ordinal, planned.start_frame

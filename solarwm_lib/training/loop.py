@@ -2,7 +2,8 @@
 
 Order of a step (spec operations 9.8): micro-batches forward and backward; ranks exchange a status, so that a non-finite
 loss or gradient, a failed read or a stop request is known to all before anyone acts on it; gradients are averaged and
-clipped; optimizer; counter; EMA; log. Whatever raises does so before the optimizer has moved.
+clipped; optimizer; counter; EMA; log. Whatever raises does so before the optimizer has moved. The status also carries
+which samples were read (`batch_digest`) and how many clips were replaced, so that the failure budget holds for the run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pathlib import Path
 
 import torch
 
-from solarwm_lib.runtime.errors import NonFiniteError, SolarError
+from solarwm_lib.data import failures
+from solarwm_lib.data.failures import REASONS, BudgetSpent, Replacement
+from solarwm_lib.data.sampling import batch_digest, digest_text
+from solarwm_lib.runtime.errors import DataError, NonFiniteError, SolarError
 from solarwm_lib.runtime.process import Heartbeat, StopRequest, memory_bytes
 from solarwm_lib.training import collectives, diagnostics, optim
 from solarwm_lib.training.batches import Batch, Batches
@@ -38,7 +42,10 @@ Objective = Callable[[Batch], Loss]
 
 @dataclass
 class Learner:
-    """Everything a step changes: the parameters, the optimizer's slots, the average and the counter."""
+    """Everything a step changes: the parameters, the optimizer's slots, the average, the counters.
+
+    `replaced` counts the clips that others stood in for so far, by reason and over all ranks.
+    """
 
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -46,6 +53,7 @@ class Learner:
     learning_rate: Callable[[int], float]
     gradient_clip: float
     completed_steps: int = 0
+    replaced: dict[str, int] = field(default_factory=dict)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by parameter name; a parameter the loss does not reach has a zero gradient, on every rank alike."""
@@ -77,6 +85,26 @@ class _Share:
     def loss_sum(self) -> float:
         return sum(loss.per_sample.double().sum().item() for _, loss in self.micro_batches)
 
+    def replaced(self) -> list[Replacement]:
+        return [item for batch, _ in self.micro_batches for item in batch.replaced]
+
+    def digest(self) -> int:
+        return batch_digest(
+            pair
+            for batch, _ in self.micro_batches
+            for pair in zip(batch.indices, batch.occurrence_ids, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What all ranks know of a step: mean loss, whether any was asked to stop, digest of the batch, replaced so far."""
+
+    loss: float
+    stop: bool
+    batch_digest: int
+    replaced: dict[str, int]
+
 
 @dataclass
 class Trainer:
@@ -90,6 +118,7 @@ class Trainer:
     run_dir: Path
     heartbeat: Heartbeat
     stop: StopRequest
+    failure_budget: int = 0
 
     def step(self) -> tuple[StepRecord, bool]:
         """Take one optimizer step; return its record and whether any rank was asked to stop.
@@ -105,7 +134,7 @@ class Trainer:
         local_norm = optim.gradient_norm(tensors)
 
         self.heartbeat.beat("status", number, collective="all_gather")
-        loss, stop = self._exchange(share, gradients, local_norm.item())
+        status = self._exchange(share, gradients, local_norm.item())
         self.heartbeat.beat("reduce", number, collective="all_reduce")
         collectives.average_(tensors)
         norm = local_norm if collectives.world_size() == 1 else optim.gradient_norm(tensors)
@@ -114,10 +143,11 @@ class Trainer:
 
         self.heartbeat.beat("optimizer", number)
         rate = self.learner.apply(tensors, norm)
+        self.learner.replaced = status.replaced
         seconds = time.perf_counter() - started
         record = StepRecord(
             step=self.learner.completed_steps,
-            loss=loss,
+            loss=status.loss,
             learning_rate=rate,
             gradient_norm=norm.item(),
             step_seconds=seconds,
@@ -126,52 +156,93 @@ class Trainer:
             memory_bytes=memory_bytes(),
             wall_time=time.time(),
             monotonic_time=time.monotonic(),
+            batch_digest=digest_text(status.batch_digest),
+            replaced=status.replaced,
         )
-        return record, stop
+        return record, status.stop
 
     def _compute(self, number: int) -> _Share:
         """Forward and backward of this rank's micro-batches; a failure is kept until the peers know of it."""
         share = _Share()
         try:
-            micro_batches = self.plan.micro_batches(number, self.topology.data_rank)
-            for position, indices in enumerate(micro_batches):
+            for position, indices in enumerate(self.plan.micro_batches(number, self.topology.data_rank)):
                 waiting = time.perf_counter()
-                following = (
-                    micro_batches[position + 1]
-                    if position + 1 < len(micro_batches)
-                    else self.plan.micro_batches(number + 1, self.topology.data_rank)[0]
+                spent = failures.cost(self.learner.replaced) + failures.cost(
+                    failures.counts(share.replaced())
                 )
-                batch = self.batches.load(indices, following)
+                batch = self.batches.load(
+                    indices, self._following(number, position), self.failure_budget - spent
+                )
                 share.data_seconds += time.perf_counter() - waiting
                 loss = self.objective(batch)
                 (loss.loss / self.plan.accumulation_steps).backward()
                 share.micro_batches.append((batch, loss))
+        except BudgetSpent as error:
+            share.error = self._spent([*share.replaced(), *error.replaced])
         except SolarError as error:
             share.error = error
         return share
 
-    def _exchange(
-        self, share: _Share, gradients: dict[str, torch.Tensor], local_norm: float
-    ) -> tuple[float, bool]:
-        """Tell all ranks how this one fared; return (mean loss of the global batch, stop requested anywhere).
+    def _spent(self, replaced: list[Replacement], totals: dict[str, int] | None = None) -> DataError:
+        """Return the error of a spent failure budget; without any budget that is the clip's own."""
+        failed = [item for item in replaced if item.reason != failures.CAMERA_GUARD]
+        if self.failure_budget == 0:
+            return DataError(failed[-1].message)
+        totals = totals or failures.total(self.learner.replaced, failures.counts(replaced))
+        return DataError(failures.budget_message(self.failure_budget, totals, failed))
 
-        Raises on every rank if any rank failed to compute its share or has a non-finite loss or gradient.
+    def _following(self, number: int, position: int) -> list[int]:
+        """Return what is read while a micro-batch computes: the next one, or more if more threads read."""
+        indices: list[int] = []
+        while len(indices) < max(1, self.batches.workers):
+            position += 1
+            if position == self.plan.accumulation_steps:
+                number, position = number + 1, 0
+            indices += self.plan.micro_batches(number, self.topology.data_rank)[position]
+        return indices
+
+    def _exchange(self, share: _Share, gradients: dict[str, torch.Tensor], local_norm: float) -> _Status:
+        """Tell all ranks how this one fared; return what they told.
+
+        Raises on every rank if any rank failed to compute its share, has a non-finite loss or gradient, or if together
+        they replaced more clips than the run's failure budget allows.
         """
-        loss_sum = share.loss_sum()
+        loss_sum, mine = share.loss_sum(), failures.counts(share.replaced())
+        # Sequence-parallel peers read the same samples: one of them reports for all.
+        reports = self.topology.sequence_rank == 0
         status = [
             float(share.error is not None),
             float(not math.isfinite(loss_sum)),
             float(not math.isfinite(local_norm)),
             float(self.stop.requested),
             loss_sum if math.isfinite(loss_sum) else 0.0,
+            float(share.digest() * reports),
+            *(float(mine.get(reason, 0) * reports) for reason in REASONS),
         ]
         rows = collectives.gather(status)
         if any(row[0] for row in rows):
             collectives.agree(share.error)
+        totals = self._replaced_so_far(share, [row[6:] for row in rows])
         for column, what in ((1, "loss"), (2, "gradient")):
             if bad := [rank for rank, row in enumerate(rows) if row[column]]:
                 self._refuse(share, gradients, what, bad)
-        return sum(row[4] for row in rows) / self.plan.global_batch_size, any(row[3] for row in rows)
+        return _Status(
+            loss=sum(row[4] for row in rows) / self.plan.global_batch_size,
+            stop=any(row[3] for row in rows),
+            batch_digest=sum(int(row[5]) for row in rows),
+            replaced=totals,
+        )
+
+    def _replaced_so_far(self, share: _Share, rows: list[list[float]]) -> dict[str, int]:
+        """Return the run's counts with this step's; DataError on every rank if they exceed the failure budget."""
+        ranks = [dict(zip(REASONS, map(int, row), strict=True)) for row in rows]
+        totals = failures.total(self.learner.replaced, *ranks)
+        # A budget lowered below what was spent before a resume forbids further replacements, not the run.
+        if failures.cost(failures.total(*ranks)) and failures.cost(totals) > self.failure_budget:
+            mine = share.replaced()
+            self.learner.optimizer.zero_grad(set_to_none=True)
+            collectives.agree(self._spent(mine, totals) if failures.cost(failures.counts(mine)) else None)
+        return totals
 
     def _refuse(
         self, share: _Share, gradients: dict[str, torch.Tensor], what: str, bad_ranks: list[int]

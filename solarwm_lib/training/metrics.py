@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +23,8 @@ class StepRecord:
 
     `data_seconds` is the part of `step_seconds` that the step waited for its batch; `learning_rate` is the rate the
     step used; `gradient_norm` is before clipping; `memory_bytes` is the peak of rank 0's process or device so far.
+    `batch_digest` is that of the samples the step read, as `solarwm data plan` prints it; `replaced` counts the clips of
+    the run, up to this step, that others stood in for, by reason.
     """
 
     step: int
@@ -35,6 +37,8 @@ class StepRecord:
     memory_bytes: int
     wall_time: float
     monotonic_time: float
+    batch_digest: str = ""
+    replaced: dict[str, int] = field(default_factory=dict)
 
 
 class MetricsLog:

@@ -41,7 +41,7 @@ def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
     scratch = target.with_name(f".{target.name}.scratch")
     run = setup.open_run(resolved, scratch)
     topology, identity = run.topology, run.identity
-    setup.check_clips(resolved)
+    setup.check_clips(resolved, topology)
 
     from solarwm_lib.training import collectives, metrics, train
 
@@ -61,7 +61,7 @@ def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
             report = _report(
                 resolved, topology, checkpoint, records[-1], training_seconds, validation, target
             )
-            with Transaction(target, SCHEMA, identity, run.inputs.paths) as transaction:
+            with Transaction(target, SCHEMA, identity, run.inputs.parents) as transaction:
                 transaction.write_json(REPORT, report)
                 transaction.write_bytes(metrics.FILE, (scratch / metrics.FILE).read_bytes())
             shutil.rmtree(scratch)

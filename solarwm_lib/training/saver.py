@@ -29,7 +29,7 @@ class Saver:
         self, run: Run, learner: Learner, source: Artifact | None, history: list[dict[str, Any]]
     ) -> None:
         self.run, self.learner, self.history = run, learner, history
-        self.parents = [*_published_ancestor(source), *run.inputs.paths]
+        self.parents: list[Any] = [*_published_ancestor(source), *run.inputs.parents]
         self.first_step = learner.completed_steps
         self.saved_step = learner.completed_steps if source is not None else -1
 
@@ -115,6 +115,7 @@ class Saver:
                 "route": self.run.resolved.route.key,
                 "semantic_digest": self.run.resolved.semantic_digest,
                 "config": _nested(semantic_view(self.run.resolved.values)),
+                "replaced": self.learner.replaced,
             },
         )
 

@@ -19,22 +19,28 @@ if TYPE_CHECKING:
     from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.load import Resolved
     from solarwm_lib.data.dataset import RawClips
+    from solarwm_lib.data.latents import LatentClips
     from solarwm_lib.training.batches import Batches
     from solarwm_lib.training.loop import Learner, Objective
+    from solarwm_lib.training.sources import LatentSource, OnlineSource
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The published artifacts a run is made from; their digests, not their paths, are its identity."""
+    """The published artifacts a run is made from; their digests, not their paths, are its identity.
+
+    `latents` is the merged index of the generation that a preencoded run trains from.
+    """
 
     dataset: Artifact
     assets: Artifact
     initial: Artifact | None
+    latents: Artifact | None = None
 
     @property
-    def paths(self) -> list[Path]:
-        """Directories, as parents of what the run publishes."""
-        return [a.path for a in (self.dataset, self.assets, self.initial) if a is not None]
+    def parents(self) -> list[Artifact]:
+        """What everything the run publishes is made from."""
+        return [a for a in (self.dataset, self.latents, self.assets, self.initial) if a is not None]
 
 
 def refuse_unsupported(resolved: Resolved) -> None:
@@ -42,8 +48,6 @@ def refuse_unsupported(resolved: Resolved) -> None:
     config = resolved.config
     problems = (
         (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only Stage0.5 of wan22_ti2v_5b trains"),
-        (config.data.encoding != "online", f"data.encoding {config.data.encoding}", "use online"),
-        (config.data.transport.kind != "local", f"data.transport.kind {config.data.transport.kind}", "use local"),
         (config.train.strategy != "replicate", f"train.strategy {config.train.strategy}", "use replicate"),
         (config.distributed.sequence_parallel_size != 1,
          f"distributed.sequence_parallel_size {config.distributed.sequence_parallel_size}", "use 1"),
@@ -80,7 +84,13 @@ def read_inputs(resolved: Resolved) -> Inputs:
         from solarwm_lib.training.checkpoint import SCHEMA
 
         initial = artifacts.read(Path(config.checkpoint.path), SCHEMA)
-    return Inputs(read_dataset(config.data.root), artifacts.read(Path(config.model.base_path)), initial)
+    latents = None
+    if config.data.encoding == "preencoded":
+        from solarwm_lib.data.latents import read_generation
+
+        latents = read_generation(config.data.latents_root)
+    dataset = read_dataset(config.data.root, shards_elsewhere=bool(config.data.transport.root))
+    return Inputs(dataset, artifacts.read(Path(config.model.base_path)), initial, latents)
 
 
 def identity_of(resolved: Resolved, inputs: Inputs) -> dict[str, Any]:
@@ -90,6 +100,7 @@ def identity_of(resolved: Resolved, inputs: Inputs) -> dict[str, Any]:
         "dataset": inputs.dataset.digest,
         "assets": inputs.assets.digest,
         "initial": inputs.initial.digest if inputs.initial else None,
+        **({"latents": inputs.latents.digest} if inputs.latents else {}),
     }
 
 
@@ -205,41 +216,89 @@ def _weight_roles(weights: Any) -> tuple[str, str]:
     )
 
 
-def open_clips(resolved: Resolved) -> RawClips:
-    """Open the training index; DataError for a bad row or a video that is shorter than the clip."""
-    from solarwm_lib.data.dataset import RawClips
+def open_clips(resolved: Resolved) -> RawClips | LatentClips:
+    """Open what the run trains on, raw or latent; needs no torch.
 
-    data = resolved.config.data
-    return RawClips(data.root, data.train_index, data, data.decoded_cache_gib / 2)
+    DataError for a bad row, a video that is shorter than the clip, a generation of another encoder contract, or fewer
+    clips than data-parallel ranks.
+    """
+    config = resolved.config
+    data, batch = config.data, config.train.global_batch_size
+    clips: RawClips | LatentClips
+    if data.encoding == "preencoded":
+        from solarwm_lib.config.architectures import load_architecture
+        from solarwm_lib.config.geometry import geometry
+        from solarwm_lib.data.latents import LatentClips
+
+        architecture = load_architecture(config.model.architecture)
+        clips = LatentClips(
+            data.latents_root,
+            data,
+            family=config.model.family,
+            geometry=geometry(config.model.family, architecture, data.pixel_frames, data.height, data.width),
+            text_length=config.model.text_length,
+            text_dim=architecture["transformer"]["text_dim"],
+            global_batch_size=batch,
+            intrinsics_mode=config.model.camera_intrinsics_mode,
+        )
+    else:
+        from solarwm_lib.data.dataset import RawClips
+
+        clips = RawClips(
+            data.root,
+            data.train_index,
+            data,
+            data.decoded_cache_gib / 2,
+            family=config.model.family,
+            global_batch_size=batch,
+            intrinsics_mode=config.model.camera_intrinsics_mode,
+        )
+    clips.plan.require_readers(config.distributed.world_size // config.distributed.sequence_parallel_size)
+    return clips
 
 
-def check_clips(resolved: Resolved) -> None:
-    """Raise DataError for a training index that cannot be used or does not fit its shards; needs no torch."""
-    clips = open_clips(resolved)
-    clips.check()
-    clips.close()
+def check_clips(resolved: Resolved, topology: Topology) -> None:
+    """Raise DataError for a training index that cannot be used or does not fit its shards; needs no torch.
+
+    Only the main rank looks: every rank reads the same files, and a failed rank ends the others before they write.
+    """
+    if topology.is_main:
+        clips = open_clips(resolved)
+        clips.check()
+        clips.close()
 
 
-def build_batches(resolved: Resolved, device: torch.device) -> Batches:
-    """Open the training index and the frozen encoders."""
-    from solarwm_lib.backbones.codec import load_codec
-    from solarwm_lib.backbones.text import TextEncoder
+def build_batches(resolved: Resolved, device: torch.device, topology: Topology) -> Batches:
+    """Open the training clips, and the frozen encoders unless latents are stored; on every rank at the same point."""
     from solarwm_lib.training.batches import Batches
 
     config = resolved.config
-    clips = open_clips(resolved)
-    codec = load_codec(config.model.base_path)
-    codec.vae.to(device)
-    text = TextEncoder.from_pretrained(config.model.base_path, config.model.text_length)
-    text.encoder.to(device)
     return Batches(
-        clips,
-        codec,
-        text,
+        build_source(resolved, device),
         device,
-        latent_cache_bytes=int(config.data.decoded_cache_gib / 2 * 2**30),
+        cache_bytes=int(config.data.decoded_cache_gib / 2 * 2**30),
         workers=config.data.num_workers,
+        topology=topology,
     )
+
+
+def build_source(resolved: Resolved, device: torch.device) -> OnlineSource | LatentSource:
+    """Open the training clips with what makes tensors of them; DataError for latents of other encoders than the run's."""
+    from solarwm_lib.data.dataset import RawClips
+    from solarwm_lib.training.sources import LatentSource, OnlineSource, check_encoders
+
+    clips, model = open_clips(resolved), resolved.config.model
+    if not isinstance(clips, RawClips):
+        check_encoders(clips.contract, artifacts.read(model.base_path))
+        return LatentSource(clips)
+    from solarwm_lib.backbones.codec import load_codec
+    from solarwm_lib.backbones.text import TextEncoder
+
+    codec = load_codec(model.base_path)
+    codec.vae.to(device)
+    text = TextEncoder.from_pretrained(model.base_path, model.text_length)
+    text.encoder.to(device)
+    return OnlineSource(clips, codec, text, device)
 
 
 def build_objective(resolved: Resolved, backbone: Backbone, device: torch.device) -> Objective:

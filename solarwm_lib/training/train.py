@@ -73,9 +73,17 @@ def run(
 
         if learner.completed_steps < until_step:
             objective = setup.build_objective(resolved, backbone, device)
-            batches = setup.build_batches(resolved, device)
+            batches = setup.build_batches(resolved, device, run.topology)
             trainer = loop.Trainer(
-                learner, objective, batches, run.plan, run.topology, run_dir, heartbeat, stop
+                learner,
+                objective,
+                batches,
+                run.plan,
+                run.topology,
+                run_dir,
+                heartbeat,
+                stop,
+                resolved.config.data.failure_budget,
             )
             fit(run, trainer, saver, until_step)
 
@@ -123,7 +131,10 @@ def _full_resume_source(run: Run) -> Artifact | None:
     if settings.mode != "full_resume" or initial is None:
         return None
     artifact = checkpoint.open_verified(initial.path)
-    setup.refuse_other_identity(artifact, {key: run.identity[key] for key in ("dataset", "assets")})
+    inputs: dict[str, Any] = {
+        key: run.identity[key] for key in ("dataset", "assets", "latents") if key in run.identity
+    }
+    setup.refuse_other_identity(artifact, inputs)
     state = checkpoint.read_state(artifact)
     if settings.source_step not in (None, state.completed_steps):
         raise ArtifactError(
@@ -176,6 +187,7 @@ def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]
         checkpoint.copy_into(targets, checkpoint.load_tensors(source.file(member), targets, device))
     learner.completed_steps = step
     learner.ema.updates = state.ema_updates
+    learner.replaced = dict(state.run.get("replaced", {}))
     return state.history
 
 

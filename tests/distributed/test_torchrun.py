@@ -38,6 +38,14 @@ def test_bad_input_ends_with_its_own_code_and_its_own_line(tiny_world, tmp_path)
     assert "Traceback" not in printed and not (tmp_path / "run").exists()
 
 
+def test_data_that_only_the_main_rank_looked_at_ends_all_before_anything_is_written(tiny_world, tmp_path):
+    with start(two(tiny_world, tmp_path / "run", data__pixel_frames=21), tmp_path) as process:
+        printed = process.communicate(timeout=120)[1]
+    assert process.returncode == 3, printed
+    assert printed.count("solarwm: error:") == 1 and "the clip spans 21 source frames" in printed
+    assert "Traceback" not in printed and not (tmp_path / "run").exists()
+
+
 def test_a_request_to_stop_saves_and_ends_with_75(tiny_world, tmp_path):
     run_dir = tmp_path / "run"
     values = two(tiny_world, run_dir, train__max_steps=STEPS, checkpoint__rolling_save_every_steps=0)

@@ -1,9 +1,13 @@
 """A copy of the workflow in a folder of its own, driven by the real Snakemake."""
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +60,12 @@ class Folder:
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def copy(self, target: Path, results: str | None = "results") -> "Folder":
-        """The workflow elsewhere, with a copy of the results (or of the named part of them) and no Snakemake metadata."""
+    def copy(self, target: Path, *results: str) -> "Folder":
+        """The workflow elsewhere, with a copy of the named parts of the results and no Snakemake metadata."""
         ignore = shutil.ignore_patterns(".snakemake", "results", "__pycache__")
         shutil.copytree(self.path, target, ignore=ignore, symlinks=True)
-        if results:
-            shutil.copytree(self.path / results, target / results, symlinks=True)
+        for name in results:
+            shutil.copytree(self.path / name, target / name, symlinks=True)
         return Folder(target)
 
 
@@ -74,3 +78,22 @@ def make_folder(path: Path) -> Folder:
     folder = Folder(path)
     folder.configure(SMOKE)
     return folder
+
+
+def jobs(output: str) -> dict[str, int]:
+    """Rule -> count from Snakemake's table of job statistics."""
+    table = output.split("Job stats:", 1)[1].split("total", 1)[0] if "Job stats:" in output else ""
+    return {
+        m[1]: int(m[2]) for m in re.finditer(r"^(\w+)\s+(\d+)\s*$", table, re.MULTILINE) if m[1] != "count"
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)

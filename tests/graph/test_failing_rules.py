@@ -57,7 +57,7 @@ def test_a_config_that_cannot_work_is_refused_before_anything_is_planned(folder,
 
 @pytest.mark.slow
 def test_a_training_segment_that_fails_shows_its_one_line_through_the_pipe_to_its_log(built, tmp_path):
-    folder = built.copy(tmp_path / "damaged")
+    folder = built.copy(tmp_path / "damaged", "results")
     member = folder.results / "runs/smoke/checkpoint_model_000004/optimizer.safetensors"
     member.chmod(0o644)
     data = bytearray(member.read_bytes())

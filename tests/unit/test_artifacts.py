@@ -514,6 +514,26 @@ def test_other_parents_are_refused(tmp_path: Path) -> None:
         reissue(child.path, SCHEMA, IDENTITY, parents=[second.path])
 
 
+# members that stay elsewhere
+
+
+def test_members_that_stay_elsewhere_may_be_absent_but_not_wrong(tmp_path: Path) -> None:
+    with Transaction(tmp_path / "data", SCHEMA, IDENTITY) as transaction:
+        transaction.write_bytes("shards/a.tar", b"first")
+        transaction.write_bytes("shards/b.tar", b"second")
+        transaction.write_bytes("index.jsonl", b"{}")
+    (tmp_path / "data" / "shards" / "a.tar").unlink()
+    assert read(tmp_path / "data", elsewhere="shards/") == transaction.artifact
+    with pytest.raises(ArtifactError, match=r"'shards/a.tar' is missing"):
+        read(tmp_path / "data")
+    (tmp_path / "data" / "shards" / "b.tar").write_bytes(b"cut")
+    with pytest.raises(ArtifactError, match=r"'shards/b.tar' has 3 bytes, expected 6"):
+        read(tmp_path / "data", elsewhere="shards/")
+    (tmp_path / "data" / "index.jsonl").unlink()
+    with pytest.raises(ArtifactError, match=r"'index.jsonl' is missing"):
+        read(tmp_path / "data", elsewhere="shards/")
+
+
 # start-up
 
 

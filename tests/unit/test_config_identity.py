@@ -116,6 +116,29 @@ def test_inference_is_identified_by_network_cases_and_passes(change: str, same: 
     assert (changed.semantic_digest == base.semantic_digest) is same
 
 
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ("model.timestep_shift=4.0", True),
+        ("data.seed=7", True),
+        ("data.mixed_shards=4", True),
+        ("data.root=/elsewhere", True),
+        ("preencode.parts=3", True),
+        ("preencode.generation_id=other", True),
+        ("model.text_length=512", True),
+        ("data.height=448", False),
+        ("data.fps=8.0", False),
+        ("data.camera_axes=opengl", False),
+        ("data.max_camera_absolute=10.0", False),
+        ("preencode.dtype=float32", False),
+    ],
+)
+def test_latents_are_identified_by_encoders_frames_and_cameras(change: str, same: bool) -> None:
+    recipe = INFER_81.with_name("preencode_81f.yaml")
+    base, changed = (load(recipe, sets=sets) for sets in ([], [change]))
+    assert (changed.semantic_digest == base.semantic_digest) is same
+
+
 def test_every_field_has_a_class_and_a_description() -> None:
     for key, field, section in fields():
         if section is None:
@@ -127,7 +150,7 @@ def test_every_field_has_a_class_and_a_description() -> None:
 
 def test_classes_name_only_fields_that_exist() -> None:
     known = {key for key, _, _ in fields()}
-    for classes in (identity._CLASSES, identity._INFER_CLASSES):
+    for classes in identity._BY_ACTION.values():
         assert set(classes) <= known
     assert set(identity.PATH_KEYS) <= known
 

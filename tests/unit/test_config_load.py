@@ -33,7 +33,9 @@ def refusal(*sets: str, path: Path = TRAIN_81, overlays: tuple[Path, ...] = ()) 
 @pytest.mark.parametrize("scale", [None, "smoke", "demo", "study"])
 def test_every_recipe_resolves_at_every_scale(recipe: Path, scale: str | None) -> None:
     resolved = load(recipe, overlays=[CONFIG_ROOT / "scales" / f"{scale}.yaml"] if scale else [])
-    assert resolved.route.key == "wan22_ti2v_5b:stage0p5:bidirectional:flow_matching"
+    preencodes = recipe.stem.startswith("preencode")
+    route = "preencode:none:none" if preencodes else "stage0p5:bidirectional:flow_matching"
+    assert resolved.route.key == f"wan22_ti2v_5b:{route}"
     assert resolved.route.runs
     if scale is None:
         assert resolved.deviations == []
@@ -41,6 +43,19 @@ def test_every_recipe_resolves_at_every_scale(recipe: Path, scale: str | None) -
     else:
         assert resolved.config.data.latent_frames == 9 and resolved.config.model.architecture == "wan22-tiny"
         assert {"key": "data.height", "value": 64, "released": 480} in resolved.deviations
+
+
+@pytest.mark.parametrize("scale", ["smoke", "demo", "study"])
+def test_a_scale_gives_stored_latents_the_geometry_of_the_run_in_the_type_of_online_encoding(
+    scale: str,
+) -> None:
+    overlay = CONFIG_ROOT / "scales" / f"{scale}.yaml"
+    stored, run = (load(RECIPES / f"{name}.yaml", [overlay]) for name in ("preencode_81f", TRAIN_81.stem))
+    assert stored.config.preencode is not None and stored.config.preencode.dtype == "float32"
+    assert "preencode" not in run.values and not stored.config.data.random_start
+    for key in ("pixel_frames", "latent_frames", "height", "width", "fps"):
+        assert getattr(stored.config.data, key) == getattr(run.config.data, key)
+    assert stored.config.model.text_length == run.config.model.text_length
 
 
 def test_the_81_frame_recipe_holds_the_released_numbers() -> None:

@@ -2,13 +2,15 @@
 
 import gzip
 import io
+import os
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solarwm_lib.data.index import RawRow
+from solarwm_lib.data.index import Index, RawRow
 from solarwm_lib.data.shards import ShardReader, ShardWriter, check_key
 from solarwm_lib.runtime.errors import DataError
 
@@ -175,3 +177,108 @@ def test_keys_hold_no_dot_or_separator(key):
     with pytest.raises(DataError, match="sample key"):
         check_key(key)
     assert check_key("Clip_01-a") == "Clip_01-a"
+
+
+def test_several_members_come_from_one_read_unless_they_lie_far_apart(tmp_path, monkeypatch):
+    sizes = {"a.camera.npz": 10, "a.manifest.json": 0, "b.video.mp4": 200_000, "a.video.mp4": 5_000}
+    data, records = shard({name: os.urandom(size) for name, size in sizes.items()})
+    (tmp_path / "p.tar").write_bytes(data)
+    row = row_of(records, len(data), shard="p.tar")
+    spans = []
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda *arguments: spans.append(arguments[1:]) or real(*arguments))
+    reader = ShardReader(tmp_path)
+    found = reader.read_many(row, ("a.video.mp4", "a.camera.npz", "a.manifest.json"))
+    assert list(found) == ["a.video.mp4", "a.camera.npz", "a.manifest.json"]
+    for name, content in found.items():
+        assert content == data[records[name].offset : records[name].offset + sizes[name]]
+    assert len(spans) == 2 and max(size for size, _ in spans) < 10_000
+    assert reader.read_many(row, ()) == {}
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=300), min_size=1, max_size=8), st.data())
+def test_any_selection_of_members_reads_like_one_at_a_time(tmp_path_factory, contents, choice):
+    names = [f"s{number}.bin" for number in range(len(contents))]
+    data, records = shard(dict(zip(names, contents, strict=True)))
+    root = tmp_path_factory.mktemp("shards")
+    (root / "p.tar").write_bytes(data)
+    fields = {"video_member": names[0], "camera_member": names[0], "manifest_member": names[0]}
+    row = row_of(records, len(data), shard="p.tar", **fields)
+    wanted = choice.draw(st.lists(st.sampled_from(names), unique=True))
+    reader = ShardReader(root)
+    assert reader.read_many(row, wanted) == {name: reader.read(row, name) for name in wanted}
+    scanned = row_of({}, len(data), members=None, shard="p.tar", **fields)
+    assert reader.read_many(scanned, wanted) == reader.read_many(row, wanted)
+
+
+def test_a_cut_inside_the_read_ahead_names_the_first_member_that_is_gone(stored):
+    root, data, row = stored
+    unsized = row_of(row.members, None)
+    (root / "shards/p.tar").write_bytes(data[: row.members["a.manifest.json"].offset + 3])
+    with pytest.raises(DataError, match=r"member 'a.manifest.json'.*the shard is truncated"):
+        ShardReader(root).read_many(unsized, NAMES)
+
+
+def test_a_check_without_reading_names_missing_cut_and_short_shards(stored):
+    root, data, row = stored
+    path, unsized = root / "shards/p.tar", row_of(row.members, None)
+    ShardReader(root).check([row, unsized])
+    path.write_bytes(data[:-1024])
+    with pytest.raises(
+        DataError, match=f"has {len(data) - 1024} bytes, the index promises shard_size {len(data)}"
+    ):
+        ShardReader(root).check([row])
+    ShardReader(root).check([unsized])
+    path.write_bytes(data[:-2048])
+    with pytest.raises(DataError, match=r"shard ends at byte .*sample 'a'"):
+        ShardReader(root).check([unsized])
+    path.unlink()
+    with pytest.raises(DataError, match=r"shard is missing under data.transport.root"):
+        ShardReader(root, root_key="data.transport.root").check([row])
+
+
+def test_checking_an_index_that_records_sizes_looks_at_each_shard_once(tmp_path):
+    rows = []
+    for ordinal in range(3):
+        data, records = shard({name: bytes([ordinal]) for name in NAMES})
+        (tmp_path / f"{ordinal}.tar").write_bytes(data)
+        for clip in "ab":
+            names = {"sample_id": f"{ordinal}{clip}", "key": clip}
+            rows.append(row_of(records, len(data), shard=f"{ordinal}.tar", **names))
+    index = Index.of(rows)
+    ShardReader(tmp_path).check(index)
+    (tmp_path / "2.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"^2.tar: shard has 0 bytes"):
+        ShardReader(tmp_path).check(index)
+
+
+def test_threads_share_a_reader_whose_shards_are_closed_under_them(tmp_path):
+    rows = []
+    for ordinal in range(5):
+        data, records = shard({name: bytes([ordinal]) * 3000 for name in NAMES})
+        (tmp_path / f"{ordinal}.tar").write_bytes(data)
+        rows.append(row_of(records, len(data), shard=f"{ordinal}.tar"))
+    reader = ShardReader(tmp_path, max_open=1)
+
+    def read(number):
+        ordinal = number % 5
+        return reader.read_many(rows[ordinal], NAMES)[NAMES[2]] == bytes([ordinal]) * 3000
+
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(400)))
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_forked_child_reads_with_handles_of_its_own(stored):
+    root, _, row = stored
+    reader = ShardReader(root)
+    reader.read(row, NAMES[0])
+    child = os.fork()
+    if child == 0:
+        intact = reader._open == {} and reader.read(row, NAMES[1]) == NAMES[1].encode() * 100
+        os._exit(0 if intact else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert reader.read(row, NAMES[2])

@@ -64,7 +64,7 @@ def test_the_layout_is_shards_indexes_and_a_preview(dataset):
     train, test = (read_index(dataset.path / f"{split}-index.jsonl") for split in ("train", "test"))
     assert len(train) == 5 and len(test) == 2
     assert not {row.sample_id for row in train} & {row.sample_id for row in test}
-    assert all(row.num_frames == 9 and row.fps == 16 and row.caption for row in train + test)
+    assert all(row.num_frames == 9 and row.fps == 16 and row.caption for row in [*train, *test])
 
 
 def test_stored_cameras_and_pixels_are_those_of_the_renderer(dataset):

@@ -30,6 +30,18 @@ def rotated_90_clockwise(mp4):
     return mp4[:at] + struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30) + mp4[at + 36 :]
 
 
+def with_key_frames(path, frames, every):
+    """Write frames with B frames and an open key frame every so many, as foreign files have them."""
+    with av.open(str(path), "w") as container:
+        options = {"threads": "1", "x264-params": f"keyint={every}:min-keyint={every}:scenecut=0:bframes=2"}
+        stream = container.add_stream("libx264", rate=16, options=options)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
 def variable_rate(path, frames, ticks):
     """Write frames at the given times in units of 1/100 s."""
     from fractions import Fraction
@@ -73,6 +85,41 @@ def test_decode_takes_indices_in_any_order_and_from_bytes():
     data = video.mp4_bytes(moving(), 16)
     everything = video.decode(data)
     np.testing.assert_array_equal(video.decode(data, [0, 4, 4, 2]), everything[[0, 4, 4, 2]])
+
+
+@pytest.mark.parametrize("start", [0, 15, 16, 29, 30, 31, 70, 88])
+def test_a_window_is_decoded_from_the_key_frame_before_it(tmp_path, start):
+    path = with_key_frames(tmp_path / "long.mp4", moving(90), every=30)
+    whole = video.decode(path)
+    assert np.array_equal(video.decode(path, [start + 1, start]), whole[[start + 1, start]])
+    assert np.array_equal(video.decode(path.read_bytes(), [start], size=(16, 24)).shape, (1, 16, 24, 3))
+
+
+def test_a_window_in_the_middle_reads_only_its_own_group(tmp_path):
+    path = with_key_frames(tmp_path / "long.mp4", moving(90), every=30)
+    before = video.decode(path, [64, 65])
+    with av.open(str(path)) as container:
+        first_group = [packet for packet in container.demux(video=0) if packet.size][1:20]
+    data = bytearray(path.read_bytes())
+    for packet in first_group:
+        data[packet.pos + 8 : packet.pos + packet.size] = bytes(packet.size - 8)
+    path.write_bytes(data)
+    assert np.array_equal(video.decode(path, [64, 65]), before)
+
+
+def test_a_variable_rate_window_is_the_one_counted_from_the_start(tmp_path):
+    ticks = np.cumsum([1 + (i % 5) for i in range(60)])
+    path = tmp_path / "variable.mp4"
+    variable_rate(path, moving(60), ticks)
+    whole = video.decode(path)
+    for start in (16, 40, 58):
+        assert np.array_equal(video.decode(path, [start, start + 1]), whole[start : start + 2])
+
+
+def test_a_late_window_beyond_the_end_is_refused():
+    mp4 = video.mp4_bytes(moving(20), 16)
+    with pytest.raises(DataError, match=r"decoded 20 frames, the clip needs frame 20"):
+        video.decode(mp4, [18, 20])
 
 
 def test_a_video_shorter_than_the_clip_is_refused():

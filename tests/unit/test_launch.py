@@ -123,6 +123,14 @@ def test_other_paths_cadence_and_topology_are_the_same_run(inputs, resolve):
     assert (inputs / "run" / "resolved-config.json").read_bytes() == first
 
 
+def test_a_rank_that_has_not_looked_at_the_data_writes_nothing_and_refuses_the_same(inputs, resolve):
+    bind_run_directory(inputs / "run", resolve(), write=False)
+    assert not (inputs / "run").exists()
+    bind_run_directory(inputs / "run", resolve())
+    with pytest.raises(ConfigError, match="holds another run"):
+        bind_run_directory(inputs / "run", resolve(data__seed=7), write=False)
+
+
 def test_a_damaged_configuration_is_named(inputs, resolve):
     (inputs / "run").mkdir()
     (inputs / "run" / "resolved-config.json").write_text("{")

@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 
+from solarwm_lib.data.failures import Replacement
+from solarwm_lib.data.sampling import batch_digest, digest_text
 from solarwm_lib.runtime.errors import DataError, NonFiniteError
 from solarwm_lib.runtime.process import Heartbeat, StopRequest
 from solarwm_lib.training import loop, metrics, optim
@@ -19,13 +21,19 @@ from solarwm_lib.training.topology import BatchPlan, Topology
 
 
 class Stream:
-    """Batches whose latents are a function of the sample index; `poison` replaces the latents of one index."""
+    """Batches whose latents are a function of the sample index; `poison` replaces the latents of one index.
 
-    def __init__(self, poison: dict[int, float] | None = None, missing: int | None = None) -> None:
-        self.poison, self.missing, self.loaded = poison or {}, missing, []
+    `unreadable` maps an index to the reason for which another clip stands in for its own.
+    """
 
-    def load(self, indices, following=()):
+    def __init__(self, poison=None, missing=None, unreadable=None, workers=0):
+        self.poison, self.missing, self.unreadable = poison or {}, missing, unreadable or {}
+        self.workers, self.loaded, self.ahead, self.allowed = workers, [], [], []
+
+    def load(self, indices, following=(), allowed=0):
         self.loaded += list(indices)
+        self.ahead.append(list(following))
+        self.allowed.append(allowed)
         if self.missing in indices:
             raise DataError(f"shard of sample {self.missing} is gone")
         latents = torch.stack([torch.full((2, 1, 1, 3), self.poison.get(i, (i % 7) / 7)) for i in indices])
@@ -42,6 +50,11 @@ class Stream:
             torch.zeros(n, 1, 2),
             w2c,
             torch.eye(3).repeat(n, 1, 1),
+            tuple(
+                Replacement(self.unreadable[i], f"sample 'clip-{i}': damaged")
+                for i in indices
+                if i in self.unreadable
+            ),
         )
 
 
@@ -146,6 +159,62 @@ def test_a_failed_read_is_raised_with_the_state_unchanged(tmp_path):
     with pytest.raises(DataError, match="shard of sample 6 is gone"):
         trainer.step()
     assert all(torch.equal(before[n], t) for n, t in _snapshot(trainer.learner).items())
+
+
+def test_the_record_tells_which_samples_the_step_read(tmp_path):
+    trainer = _trainer(tmp_path)
+    trainer.step()
+    record, _ = trainer.step()
+    assert record.batch_digest == digest_text(batch_digest((i, f"clip-{i}#0.0") for i in range(4, 8)))
+    assert record.replaced == {}
+
+
+def test_enough_samples_are_named_ahead_for_every_thread(tmp_path):
+    trainer = _trainer(tmp_path, Stream(workers=5))
+    trainer.step()
+    assert trainer.batches.ahead == [[2, 3, 4, 5, 6, 7], [4, 5, 6, 7, 8, 9]]
+    trainer = _trainer(tmp_path, Stream())
+    trainer.step()
+    assert trainer.batches.ahead == [[2, 3], [4, 5]]
+
+
+def test_replaced_clips_are_counted_over_the_run_and_guards_cost_nothing(tmp_path):
+    unreadable = {0: "video", 3: "camera_guard", 5: "camera_guard", 9: "video", 10: "shard"}
+    trainer = _trainer(tmp_path, Stream(unreadable=unreadable))
+    trainer.failure_budget = 3
+    records = [trainer.step()[0].replaced for _ in range(3)]
+    assert records == [
+        {"camera_guard": 1, "video": 1},
+        {"camera_guard": 2, "video": 1},
+        {"camera_guard": 2, "video": 2, "shard": 1},
+    ]
+    assert trainer.learner.replaced == records[-1]
+    assert trainer.batches.allowed == [3, 2, 2, 2, 2, 1]
+
+
+def test_a_spent_failure_budget_ends_the_run_before_the_optimizer_moves(tmp_path):
+    trainer = _trainer(tmp_path, Stream(unreadable={1: "video", 4: "shard", 7: "camera_guard"}))
+    trainer.failure_budget = 1
+    trainer.step()
+    before = _snapshot(trainer.learner)
+    message = (
+        r"2 clips of this run could not be read \(video 1, shard 1\) and data\.failure_budget is 1: "
+        r"sample 'clip-4': damaged; repair or remove them, or raise data\.failure_budget"
+    )
+    with pytest.raises(DataError, match=message) as caught:
+        trainer.step()
+    assert caught.value.exit_code == 3
+    assert trainer.learner.replaced == {"video": 1} and trainer.learner.completed_steps == 1
+    assert all(torch.equal(before[n], t) for n, t in _snapshot(trainer.learner).items())
+
+
+def test_a_budget_lowered_below_what_was_spent_only_forbids_more(tmp_path):
+    trainer = _trainer(tmp_path, Stream(unreadable={6: "video"}))
+    trainer.learner.replaced = {"video": 3}
+    trainer.failure_budget = 2
+    assert trainer.step()[0].replaced == {"video": 3}
+    with pytest.raises(DataError, match=r"4 clips of this run .*video 4.* data\.failure_budget is 2"):
+        trainer.step()
 
 
 def test_rolling_saves_follow_the_cadence_but_not_at_the_end(tmp_path):
