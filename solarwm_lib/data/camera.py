@@ -27,6 +27,7 @@ AUDIT_SECONDS = 10.0
 ROTATION_TOLERANCE = 1e-3
 IDENTITY_TOLERANCE = 1e-5
 FOCAL_TOLERANCE = 0.05
+LARGEST_ARRAY_BYTES = 64 << 20  # half a million frames of float64
 LARGEST_NORMALISED = 4.0  # a focal length or centre beyond four image sizes is one in pixels
 C2W_KEYS = ("c2w", "vipe_c2w")
 W2C_KEYS = ("w2c", "vipe_w2c")
@@ -90,7 +91,7 @@ def load_cameras(
     (`relative_c2w`, `relative_w2c`) removes the world frame, so what the network gets is the same either way.
     """
     label = _label(source, name)
-    _check_declared(key, axes, scale)
+    check_declared(key, axes, scale)
     stored = read_matrices(source, key, name=name)
     check_rigid(stored, f"{label}: array {key!r}")
     if key == RELATIVE_KEY and (off := float(np.abs(stored[0] - np.eye(4)).max())) > IDENTITY_TOLERANCE:
@@ -154,7 +155,8 @@ def read_matrices(source: bytes | str | Path, key: str, *, name: str | None = No
     return array
 
 
-def _check_declared(key: str, axes: str, scale: float) -> None:
+def check_declared(key: str, axes: str, scale: float = 1.0) -> None:
+    """Raise ConfigError for an array name, axes or a scale that no run can declare."""
     known = (*C2W_KEYS, *W2C_KEYS, RELATIVE_KEY)
     if key not in known:
         raise ConfigError(f"data.camera_array_key: found {key!r}, expected one of {', '.join(known)}")
@@ -173,14 +175,26 @@ def _read_npz(source: bytes | str | Path, label: str, keys: Sequence[str]) -> tu
     stream = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with np.load(stream, allow_pickle=False) as archive:
-            found = {key: np.asarray(archive[key]) for key in keys if key in archive.files}
+            wanted = [key for key in keys if key in archive.files]
+            _check_npz_size(archive.zip, wanted)
+            found = {key: np.asarray(archive[key]) for key in wanted}
             return found, ", ".join(sorted(archive.files)) or "none"
     except FileNotFoundError:
         raise DataError(f"{label}: camera file is missing") from None
-    except (ValueError, OSError, EOFError, TypeError, NotImplementedError, RuntimeError,
+    except (ValueError, OSError, EOFError, TypeError, NotImplementedError, RuntimeError, MemoryError,
             zlib.error, zipfile.BadZipFile) as error:  # fmt: skip
         # TypeError: of an NPY stream np.load returns a bare array, which is no context manager.
-        raise DataError(f"{label}: not a readable NPZ ({error})") from None
+        # MemoryError: of an array header that promises more than any file holds.
+        raise DataError(f"{label}: not a readable NPZ ({error!s:.200})") from None
+
+
+def _check_npz_size(archive: zipfile.ZipFile, keys: Sequence[str]) -> None:
+    """Raise ValueError for an array that would unpack to far more than a camera track: a few kilobytes may hold gigabytes."""
+    for info in archive.infolist():
+        if info.filename.removesuffix(".npy") in keys and info.file_size > LARGEST_ARRAY_BYTES:
+            raise ValueError(
+                f"array {info.filename!r} has {info.file_size} bytes, expected at most {LARGEST_ARRAY_BYTES}"
+            )
 
 
 def check_rigid(matrices: NDArray, label: str) -> None:

@@ -15,7 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from solarwm_lib.data.camera import C2W_KEYS, IDENTITY_TOLERANCE, ROTATION_TOLERANCE, read_matrices
+from solarwm_lib.data.camera import (
+    C2W_KEYS,
+    IDENTITY_TOLERANCE,
+    ROTATION_TOLERANCE,
+    load_cameras,
+    read_matrices,
+)
 from solarwm_lib.runtime.errors import DataError
 
 FORWARD = 0.5  # mean cosine that counts as walking forward, its opposite as backward
@@ -85,22 +91,44 @@ def summarize_rows(
 ) -> dict[str, Any]:
     """Return `summarize` of the camera members of index rows; `read(row, member)` gives the bytes of a member.
 
-    Cameras that cannot be read at all are counted and the first few named; nothing is raised for them.
+    Cameras that cannot be read at all (`unreadable`) and those that can be measured but that no reader would take
+    (`refused`: NaN, no rotation, mirrored, not one per frame) are counted and the first few named; nothing is raised.
     """
     failures: list[str] = []
+    refused: list[str] = []
 
     def cameras() -> Iterable[Camera]:
         for row in rows:
             name = f"sample {row.sample_id!r}"
             try:
-                stored = read_matrices(read(row, row.camera_member), convention.array_key, name=name)
+                content = read(row, row.camera_member)
+                stored = read_matrices(content, convention.array_key, name=name)
             except DataError as error:
                 failures.append(str(error))
                 continue
+            if (refusal := _refusal(row, content, len(stored), convention)) is not None:
+                refused.append(refusal)
             yield row.sample_id, stored, getattr(row, "dataset", None) or ""
 
     summary = summarize(cameras(), convention=convention)
-    return summary | {"unreadable": len(failures), "unreadable_examples": failures[:EXAMPLES]}
+    return summary | {
+        "unreadable": len(failures),
+        "unreadable_examples": failures[:EXAMPLES],
+        "refused": len(refused),
+        "refused_examples": refused[:EXAMPLES],
+    }
+
+
+def _refusal(row: CameraRow, content: bytes, frames: int, convention: Convention) -> str | None:
+    """Return why loading refuses a camera file, None if it does not."""
+    name, promised = f"sample {row.sample_id!r}", getattr(row, "num_frames", None)
+    try:
+        load_cameras(content, convention.array_key, axes=convention.axes, scale=convention.scale, name=name)
+    except DataError as error:
+        return str(error)
+    if promised is not None and frames != promised:
+        return f"{name}: camera has {frames} rows, the video {promised} frames; expected one each"
+    return None
 
 
 def summarize(cameras: Iterable[Camera], *, convention: Convention) -> dict[str, Any]:
@@ -120,7 +148,7 @@ def summarize(cameras: Iterable[Camera], *, convention: Convention) -> dict[str,
         summary["datasets"] = {
             name: _reduce([clip for clip in clips if clip.dataset == name], convention) for name in datasets
         }
-    return summary | {"unreadable": 0, "unreadable_examples": []}
+    return summary | {"unreadable": 0, "unreadable_examples": [], "refused": 0, "refused_examples": []}
 
 
 def _measure(sample_id: str, stored: NDArray, dataset: str = "", *, convention: Convention) -> _Clip:

@@ -75,7 +75,7 @@ def parse_manifest(row: RawRow | LatentRow, stored: bytes) -> dict[str, Any]:
     with reading("shard"):
         try:
             manifest = json.loads(stored)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{label(row)}: {row.manifest_member} is not JSON ({error})") from None
         if not isinstance(manifest, dict):
             raise DataError(f"{label(row)}: {row.manifest_member} is not a JSON object")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from solarwm_lib.data.camera import check_declared
 from solarwm_lib.data.index import Index, LatentRow
 from solarwm_lib.data.shard_audit import ShardProblem, audit_shard
+from solarwm_lib.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import pandas
@@ -35,8 +37,12 @@ def inspect(
     Shards are looked for under `root`; by default beside the index or, as latent generations lie, in the folder above.
     If they are there, every one is compared with its rows by its tar headers and up to 64 cameras are read (from
     `transport`, if given, wherever the shards are). `problems` lists what would stop or spoil a reader, one line each;
-    `warnings` what contradicts the declared camera convention. Raises DataError for a bad index.
+    `warnings` what contradicts the declared camera convention. Raises DataError for a bad index, ConfigError for a `root`
+    that is no folder or an undeclared convention.
     """
+    check_declared(camera_array_key, camera_axes)
+    if root is not None and not Path(root).is_dir():
+        raise ConfigError(f"--root: {root} is not a folder of this machine; shards are looked for below it")
     path = Path(index_path).absolute()
     index = Index.open(path)
     with ThreadPoolExecutor(1) as pool:
@@ -50,7 +56,7 @@ def inspect(
             facts["shards_checked"] = len(index.shards)
         if cameras and (transport is not None or place is not None):
             facts |= _cameras(index, transport, place, camera_array_key, camera_axes)
-            problems += facts["cameras"]["unreadable_examples"]
+            problems += facts["cameras"]["unreadable_examples"] + facts["cameras"]["refused_examples"]
         facts["decompressed_digest"] = digest.result()
     index.close()
     return facts | {"problems": problems}

@@ -93,6 +93,8 @@ def plan_index(
     other, DataError for an index that cannot be planned.
     """
     _require_counts(step=step, steps=steps, epoch=epoch, limit=limit)
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"data.seed is {seed}, expected 0 to {2**63 - 1}")
     topology = _topology(world_size, sequence_parallel_size, rank)
     ranks = topology.data_world_size
     batch = ranks if global_batch_size is None else global_batch_size
@@ -216,6 +218,10 @@ def _topology(world_size: int, sequence_parallel_size: int, rank: int | None) ->
 
 
 def _require_counts(**counts: int | None) -> None:
+    if counts["epoch"] is not None and counts["step"]:
+        raise ConfigError(
+            f"step is {counts['step']} and epoch is {counts['epoch']}, expected one of them; an epoch gives its first step"
+        )
     for name, value in counts.items():
         least = 1 if name == "steps" else 0
         if value is not None and value < least:

@@ -28,6 +28,7 @@ from solarwm_lib.data.rows import AnyRow, LatentRow
 from solarwm_lib.runtime import keyed
 from solarwm_lib.runtime.errors import ConfigError, DataError
 
+LONGEST_SPAN = 2.0**53  # frames; no video comes near, and numbers beyond do not fit the columns
 DIGEST_BITS = 52  # exact in a float64, as which ranks exchange them; add them as integers
 ORDERS_KEPT = 4
 PERMUTATIONS_KEPT = 1024
@@ -56,24 +57,33 @@ def frame_offsets(pixel_frames: int, source_fps: float, output_fps: float) -> tu
     return tuple(itertools.accumulate(rounded, max))
 
 
+def last_offset(pixel_frames: int, source_fps: float, output_fps: float) -> int:
+    """Return `frame_offsets(...)[-1]` without the others: what a clip spans is refused by a number alone."""
+    return int(last_offsets(pixel_frames, np.array([source_fps], np.float64), output_fps)[0])
+
+
 def last_offsets(pixel_frames: int, source_fps: NDArray[np.float64], output_fps: float) -> NDArray[np.int64]:
     """Return `frame_offsets(...)[-1]` for each source rate; NaN (rate unknown) counts as the output rate."""
     rates = np.where(source_fps > 0, source_fps, output_fps)
-    return np.rint((pixel_frames - 1) * rates / output_fps).astype(np.int64)
+    with np.errstate(over="ignore"):
+        return np.rint(np.minimum((pixel_frames - 1) * rates / output_fps, LONGEST_SPAN)).astype(np.int64)
 
 
-def start_count(row: AnyRow, offsets: Sequence[int]) -> int:
-    """Return how many start frames a row allows; DataError if its video is shorter than the clip."""
+def start_count(row: AnyRow, last: int) -> int:
+    """Return how many start frames a row allows a clip that ends `last` frames after its start.
+
+    DataError if the video is shorter than the clip.
+    """
     if row.num_frames is None:
         raise DataError(
             f"sample {row.sample_id!r}: field 'num_frames' is absent, expected the decoded frame count"
         )
-    if row.num_frames <= offsets[-1]:
+    if row.num_frames <= last:
         raise DataError(
-            f"sample {row.sample_id!r}: video has {row.num_frames} frames, the clip spans {offsets[-1] + 1} source frames; "
+            f"sample {row.sample_id!r}: video has {row.num_frames} frames, the clip spans {last + 1} source frames; "
             "lower data.pixel_frames or remove the row"
         )
-    return row.num_frames - offsets[-1]
+    return row.num_frames - last
 
 
 def batch_digest(pairs: Iterable[tuple[int, str]]) -> int:
@@ -170,7 +180,7 @@ class Plan:
         short = columns.num_frames <= last
         if short.any():
             ordinal = int(short.argmax())
-            start_count(self.index[ordinal], self.offsets_of(ordinal))
+            start_count(self.index[ordinal], int(last[ordinal]))
         if not self.random_start:
             outside = np.maximum(columns.start_frame, 0) >= columns.num_frames - last
             if outside.any():

@@ -16,6 +16,7 @@ from solarwm_lib.data.rows import AnyRow, LatentRow, Row, check_relative_path
 
 BLOCK = 512
 NAMED = 5
+EXTENSION_BYTES = 1 << 20  # of a GNU or PAX header that are looked at; names are far shorter
 _FILE, _FOLDER = (b"0", b"\0", b"7"), b"5"
 _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 _KINDS = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
@@ -118,7 +119,7 @@ def walk(descriptor: int, size: int) -> tuple[list[Entry], Fault | None]:
             what = f"member {own_name!r} needs bytes {start} to {end}, the file ends at byte {size}: it is truncated"
             return entries, Fault(what, position, own_name)
         if kind in (_LONG_NAME, _PAX):
-            payload = os.pread(descriptor, own_length, start)
+            payload = os.pread(descriptor, min(own_length, EXTENSION_BYTES), start)
             name, length = _extension(kind, payload, name, length)
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
             entries.append(Entry(own_name, position, start, own_length, kind))
@@ -144,7 +145,12 @@ def _parse(header: bytes) -> tuple[str, int, bytes] | None:
 
 def _number(digits: bytes) -> int:
     # Sizes of 8 GiB and more are stored in base 256, marked by the highest bit.
-    return int.from_bytes(digits[1:], "big") if digits[0] == 0x80 else int(digits.rstrip(b"\0 ") or b"0", 8)
+    if digits[0] == 0x80:
+        return int.from_bytes(digits[1:], "big")
+    octal = digits.strip(b"\0 ") or b"0"
+    if not octal.isdigit():  # a sign would send the walk backwards
+        raise ValueError(f"{octal!r} is no number")
+    return int(octal, 8)
 
 
 def _text(field: bytes) -> str:

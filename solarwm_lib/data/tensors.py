@@ -51,8 +51,8 @@ def parse_safetensors(content: bytes, name: str) -> dict[str, StoredTensor]:
             raise ValueError("the header is not a JSON object")
         header.pop("__metadata__", None)
         return _tensors(header, memoryview(content)[8 + size :])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{name}: not a readable safetensors file ({error})") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{name}: not a readable safetensors file ({error!s:.200})") from None
 
 
 def _tensors(header: dict[str, Any], body: memoryview) -> dict[str, StoredTensor]:

@@ -6,6 +6,7 @@ One resolver over fsspec; which samples are read, and in which order, never depe
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from solarwm_lib.runtime.errors import ConfigError, DataError
 BLOCK_BYTES = 16 << 20
 REQUEST_SECONDS = 120.0  # one block slower than this (140 kB/s) is a dead connection
 LONGEST_PAUSE_SECONDS = 10.0
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+SCHEMES = ("s3", "gs", "memory")
+EXTRAS = {"s3": "s3", "gs": "gcs"}
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -96,9 +98,12 @@ def warm_cache(
     from solarwm_lib.data.index import read_index
 
     started = time.monotonic()
+    for option, value in (("--max-gib", max_gib), ("--workers", workers), ("--timeout-seconds", timeout)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{option}: found {value:g}, expected a positive number")
     remote = RemoteFiles(transport_root, attempts, timeout)
-    cache = ShardCache(remote, cache_dir, int(max_gib * 2**30))
     index = read_index(index_path)
+    cache = ShardCache(remote, cache_dir, int(max_gib * 2**30))
     shards = []
     for ordinal, name in enumerate(index.shards):
         shards.append(Wanted.promised(name, *index.shard_identity(ordinal)))
@@ -224,24 +229,27 @@ class RemoteFiles:
 
 def _check_installed(root_url: str) -> None:
     """Raise ConfigError if no installed package reads this kind of address."""
-    scheme, separator, _ = root_url.partition("://")
+    scheme, separator, place = root_url.partition("://")
     if not separator:
         raise ConfigError(
             f"{root_url!r} is not a bucket's address, expected such as s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; folders of "
             "this machine need no cache, name them in data.transport.root"
         )
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            f"data.transport: found scheme {scheme!r} in {root_url}, expected {', '.join(SCHEMES)}"
+        )
+    if not place.strip("/"):
+        raise ConfigError(f"data.transport: {root_url!r} names no bucket, expected such as {scheme}://BUCKET/FOLDER")
     try:
         import fsspec
 
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        remedy = f"pip install 'solarwm-graph[{extra}]'" if extra else "install it"
         raise ConfigError(
-            f"data.transport: {root_url} needs a package that is not here ({error}); {remedy}"
+            f"data.transport: {root_url} needs a package that is not here ({error}); "
+            f"pip install 'solarwm-graph[{EXTRAS[scheme]}]'"
         ) from None
-    except ValueError:
-        raise ConfigError(f"data.transport: found scheme {scheme!r}, expected s3, gs or memory") from None
 
 
 def _connect(root_url: str) -> Any:

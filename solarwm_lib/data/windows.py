@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import sqlite3
@@ -25,7 +26,7 @@ from typing import Any
 from solarwm_lib.artifacts import Artifact, Transaction, reissue
 from solarwm_lib.data.index import RawRow, index_bytes, read_index
 from solarwm_lib.data.rows import AnyRow, Row
-from solarwm_lib.data.sampling import frame_offsets
+from solarwm_lib.data.sampling import last_offset
 from solarwm_lib.data.writer import SPLITS
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
 from solarwm_lib.runtime.files import fsync_dir
@@ -185,7 +186,7 @@ def materialize_windows(
     """
     from solarwm_lib.data.dataset import read_dataset
 
-    _check_profile(profile, pixel_frames)
+    _check_profile(profile, pixel_frames, fps)
     dataset = read_dataset(data_root, shards_elsewhere=True)  # only the indexes are read
     identity = {"dataset": dataset.digest, "profile": profile, "pixel_frames": pixel_frames, "fps": fps}
     if (existing := reissue(out, SCHEMA, identity)) is not None:
@@ -219,11 +220,13 @@ def _source_rows(root: Path, split: str) -> Iterator[RawRow]:
         yield from map(raw_row, index)
 
 
-def _check_profile(profile: str, pixel_frames: int) -> None:
+def _check_profile(profile: str, pixel_frames: int, fps: float | None) -> None:
     if profile not in PROFILES:
         raise ConfigError(f"profile: found {profile!r}, expected one of {', '.join(PROFILES)}")
     if pixel_frames < 1:
-        raise ConfigError(f"pixel frames: found {pixel_frames}, expected 1 or more")
+        raise ConfigError(f"--pixel-frames: found {pixel_frames}, expected 1 or more")
+    if fps is not None and not 0 < fps < math.inf:
+        raise ConfigError(f"--fps: found {fps:g}, expected a positive number of frames per second")
     if profile == "wan_153f" and pixel_frames != WAN_153F_FRAMES:
         raise ConfigError(
             f"profile wan_153f has windows of {WAN_153F_FRAMES} pixel frames, found {pixel_frames}; "
@@ -238,7 +241,7 @@ def _windows(row: RawRow, split: str, profile: str, pixel_frames: int, fps: floa
         raise DataError(f"{label}: is a window already; give the raw data set that it was cut from")
     if row.num_frames is None:
         raise DataError(f"{label}: field 'num_frames' is absent, expected the decoded frame count")
-    span = frame_offsets(pixel_frames, row.fps or fps, fps)[-1] + 1 if fps else pixel_frames
+    span = last_offset(pixel_frames, row.fps or fps, fps) + 1 if fps else pixel_frames
     if row.num_frames < span:
         raise DataError(
             f"{label}: video has {row.num_frames} frames, a window spans {span} source frames; "
@@ -266,9 +269,12 @@ def materialize_wan153f(
     output = Path(output)
     if output.exists():
         raise ArtifactError(f"{output}: exists and is never overwritten; use another name or remove it")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    raw = {"train": read_index(train_index), "test": read_index(test_index)}
     windows = {"train": Path(train_window_index), "test": Path(test_window_index)}
+    for split, path in windows.items():
+        if not path.is_file():
+            raise DataError(f"--{split}-window-index: {path}: is not a file; give the published window index")
+    raw = {"train": read_index(train_index), "test": read_index(test_index)}
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=output.parent, prefix=f".{output.name}.", suffix=".partial"
     ) as folder:
@@ -354,7 +360,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     continue
                 try:
                     value = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{path} line {number}: not a JSON object ({error})") from None
                 if not isinstance(value, dict):
                     raise DataError(

@@ -22,7 +22,7 @@ from solarwm_lib.config.identity import digest
 from solarwm_lib.data import camera
 from solarwm_lib.data.camera import CameraGuardError
 from solarwm_lib.data.index import RawRow, read_index
-from solarwm_lib.data.sampling import frame_offsets, start_count
+from solarwm_lib.data.sampling import frame_offsets, last_offset, start_count
 from solarwm_lib.data.shards import ShardReader
 from solarwm_lib.data.transport import open_shards
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
@@ -206,8 +206,9 @@ def drawn_start(key: str, occurrence: int, starts: int) -> int:
 def _case(config: Any, shards: ShardReader, row: RawRow, ordinal: int) -> dict[str, Any]:
     """Return a case without its slot; CameraGuardError if the camera leaves the guards."""
     data, name = config.data, f"sample {row.sample_id!r}"
-    offsets = frame_offsets(data.pixel_frames, row.fps or data.fps, data.fps)
-    starts, occurrence = start_count(row, offsets), 0
+    span = (data.pixel_frames, row.fps or data.fps, data.fps)
+    starts, occurrence = start_count(row, last_offset(*span)), 0
+    offsets = frame_offsets(*span)
     start = drawn_start(row.key, occurrence, starts) if row.start_frame is None else row.start_frame
     if start >= starts:
         raise DataError(

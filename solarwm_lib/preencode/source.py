@@ -15,7 +15,7 @@ from solarwm_lib.data.clip import Cameras, caption_of, label, parse_manifest
 from solarwm_lib.data.dataset import check_aspect, read_dataset
 from solarwm_lib.data.failures import reading
 from solarwm_lib.data.index import Index, RawRow
-from solarwm_lib.data.sampling import frame_offsets
+from solarwm_lib.data.sampling import frame_offsets, last_offset
 from solarwm_lib.data.transport import open_shards
 from solarwm_lib.data.video import Frames
 from solarwm_lib.data.windows import ROLE_FIELDS, Window, check_role, field_of, raw_row, window_of
@@ -126,13 +126,14 @@ class RawBytes:
     def item(self, ordinal: int, split: str, row: RawRow, window: Window, encoder: ClipEncoder) -> Item:
         """Return the item of a row. Content is read only where the index records no digest or no caption."""
         data, name = self._data, label(row)
-        offsets = frame_offsets(data.pixel_frames, row.fps or data.fps, data.fps)
-        if row.num_frames is None or window.start + offsets[-1] >= row.num_frames:
+        span = (data.pixel_frames, row.fps or data.fps, data.fps)
+        last = window.start + last_offset(*span)
+        if row.num_frames is None or last >= row.num_frames:
             raise DataError(
                 f"{name}: video has {row.num_frames} frames, the clip needs source frames {window.start} to "
-                f"{window.start + offsets[-1]}; make windows of this length and rate, or lower data.pixel_frames"
+                f"{last}; make windows of this length and rate, or lower data.pixel_frames"
             )
-        indices = tuple(window.start + offset for offset in offsets)
+        indices = tuple(window.start + offset for offset in frame_offsets(*span))
         if row.source_frame_indices is not None and tuple(row.source_frame_indices) != indices:
             raise DataError(
                 f"{name}: field 'source_frame_indices' is not {len(indices)} frames from {window.start} at "

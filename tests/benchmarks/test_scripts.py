@@ -1,4 +1,4 @@
-"""The scripts that people run by hand still run: the velocity benchmark and the device check (on the CPU)."""
+"""The scripts that people run by hand still run: the benchmarks and the device check (on the CPU)."""
 
 import json
 import subprocess
@@ -23,6 +23,12 @@ def test_the_velocity_costs_about_what_diffusers_own_forward_costs():
     # The gate is loose because CI machines are noisy; published ratios come from more rounds on a quiet machine.
     assert ratios["camera_off_over_diffusers"] < 1.3
     assert ratios["camera_on_over_diffusers"] < 1.4
+
+
+def test_planned_reading_is_at_least_three_times_as_fast_as_webdataset():
+    report = run("benchmarks/bench_loader.py", "3")
+    assert report["ours_over_webdataset"] >= 3
+    assert report["ours_to_last_sample_ms"] < 5
 
 
 @pytest.mark.slow
