@@ -224,6 +224,9 @@ def _infer(arguments: argparse.Namespace) -> int:
 
 def _preencode(arguments: argparse.Namespace) -> None:
     resolved = load_arguments(arguments, "preencode")
+    from solarwm_lib.runtime.launch import refuse_before_start
+
+    refuse_before_start(resolved)
     from solarwm_lib.preencode.part import preencode, preencode_part
 
     if arguments.part is None and arguments.out is None:
@@ -236,6 +239,9 @@ def _preencode(arguments: argparse.Namespace) -> None:
 
 def _merge_latents(arguments: argparse.Namespace) -> None:
     resolved = load_arguments(arguments, "preencode")
+    from solarwm_lib.runtime.launch import refuse_before_start
+
+    refuse_before_start(resolved)
     from solarwm_lib.preencode.merge import merge_parts
 
     merge_parts(resolved, arguments.out)

@@ -152,7 +152,11 @@ class Data(Section):
     train_index: str = knob("train-index.jsonl", "Training index, relative to `data.root`.", min_length=1)
     test_index: str = knob("test-index.jsonl", "Held-out index, relative to `data.root`.", min_length=1)
     pixel_frames: int = knob(
-        ..., "Frames of a clip; the family's law decides which counts are legal.", "pixel frames", ge=1
+        ...,
+        "Frames of a clip; the family's law decides which counts are legal.",
+        "pixel frames",
+        ge=1,
+        le=1_000_000,
     )
     latent_frames: int = knob(
         0, "Follows from `data.pixel_frames`; if given it must agree.", "latent frames", ge=0

@@ -185,7 +185,9 @@ def _read_npz(source: bytes | str | Path, label: str, keys: Sequence[str]) -> tu
             zlib.error, zipfile.BadZipFile) as error:  # fmt: skip
         # TypeError: of an NPY stream np.load returns a bare array, which is no context manager.
         # MemoryError: of an array header that promises more than any file holds.
-        raise DataError(f"{label}: not a readable NPZ ({error!s:.200})") from None
+        raise DataError(
+            f"{label}: not a readable NPZ ({error!s:.200}); write it again or remove the row"
+        ) from None
 
 
 def _check_npz_size(archive: zipfile.ZipFile, keys: Sequence[str]) -> None:
@@ -453,15 +455,19 @@ def check_attestation(block: Any, shape: Sequence[int], config: CameraConfig, na
     }
     for field, value in expected.items():
         if block.get(field) != value:
-            raise DataError(f"{name}: manifest camera.{field} is {block.get(field)!r}, expected {value!r}")
+            raise DataError(
+                f"{name}: manifest camera.{field} is {block.get(field)!r}, expected {value!r}; manifest and camera file do "
+                "not belong together, pack the clip again"
+            )
     limits = {
-        "max_rel_translation": config.max_relative_translation,
-        "max_camera_abs": config.max_camera_absolute,
+        "max_rel_translation": ("data.max_relative_translation", config.max_relative_translation),
+        "max_camera_abs": ("data.max_camera_absolute", config.max_camera_absolute),
     }
-    for field, limit in limits.items():
+    for field, (setting, limit) in limits.items():
         if limit is not None and not _same(block.get(field), limit / config.camera_scale):
             raise DataError(
-                f"{name}: manifest camera.{field} is {block.get(field)!r}, expected {limit / config.camera_scale!r}"
+                f"{name}: manifest camera.{field} is {block.get(field)!r}, expected {limit / config.camera_scale!r}; set "
+                f"{setting} to the guard the clips were published under, or to null"
             )
 
 

@@ -89,7 +89,8 @@ def caption_of(row: RawRow | LatentRow, manifest: Mapping[str, Any]) -> str:
     caption = row.caption if row.caption is not None else text
     if not isinstance(caption, str):
         raise SampleFailure(
-            "caption", f"{label(row)}: no caption in the row and no prompt.text in the manifest"
+            "caption",
+            f"{label(row)}: no caption in the row and no prompt.text in the manifest; write one, it may be empty",
         )
     return caption
 

@@ -74,6 +74,7 @@ class RawClips:
         intrinsics_mode: str = "wan_fixed",
     ) -> None:
         self.rows = read_index(Path(root) / index)
+        self._row(0)  # an index of stored latents is refused before anything is made for it
         self.plan = Plan(
             self.rows,
             seed=data.seed,

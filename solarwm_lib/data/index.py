@@ -155,7 +155,8 @@ class Index(Sequence[AnyRow]):
             for part in scan(collected.label, chunks, text, processes):
                 collected.add(part)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path}: index is not readable ({error})") from None
+            remedy = "; restore a copy, a name that ends in .gz means gzip" if compressed else ""
+            raise DataError(f"{path}: index is not readable ({error}){remedy}") from None
         if not collected.rows:
             raise DataError(
                 f"{path}: index is empty, expected at least one row; "

@@ -340,7 +340,8 @@ def _slowly(line: bytes, label: str, number: int, position: int) -> Mapping[str,
     try:
         return validate_row(strict_object(line)).__dict__
     except UnicodeDecodeError as problem:
-        raise DataError(f"{label}: not UTF-8 at byte {position + problem.start}") from None
+        packed = "; it is gzip, give it a name that ends in .gz" if line.startswith(b"\x1f\x8b") else ""
+        raise DataError(f"{label}: not UTF-8 at byte {position + problem.start}{packed}") from None
     except ValueError as problem:
         raise DataError(f"{label} line {number}: {problem}") from None
 

@@ -59,7 +59,7 @@ def inspect(
             problems += facts["cameras"]["unreadable_examples"] + facts["cameras"]["refused_examples"]
         facts["decompressed_digest"] = digest.result()
     index.close()
-    return facts | {"problems": problems}
+    return facts | {"problems": list(dict.fromkeys(problems))}
 
 
 def _facts(index: Index, path: Path) -> dict[str, Any]:

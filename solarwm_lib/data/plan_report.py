@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from solarwm_lib.data.index import Index
+from solarwm_lib.data.index import Index, LatentRow
 from solarwm_lib.data.sampling import Plan, PlannedSample, batch_digest, digest_text
-from solarwm_lib.runtime.errors import ConfigError
+from solarwm_lib.runtime.errors import ConfigError, DataError
 from solarwm_lib.training.topology import BatchPlan, Topology
 
 if TYPE_CHECKING:
     from solarwm_lib.config.load import Resolved
 
-SCHEMA = "solarwm.sample-plan.v1"
+SCHEMA = "solarwm.sample-plan.v2"
 FINGERPRINTED = (
     "sample_id",
     "key",
@@ -107,6 +107,7 @@ def plan_index(
         )
     index = Index.open(index_path)
     try:
+        _require_frames(index, pixel_frames)
         plan = Plan(
             index,
             seed=seed,
@@ -215,6 +216,15 @@ def _topology(world_size: int, sequence_parallel_size: int, rank: int | None) ->
     """Return the place of `rank` in a world seen as one node; nodes do not change who reads what."""
     place = rank or 0
     return Topology(place, world_size, place, world_size, sequence_parallel_size)
+
+
+def _require_frames(index: Index, pixel_frames: int) -> None:
+    """Raise DataError for stored latents of clips of another length, whose frames no plan chooses."""
+    if isinstance(first := index[0], LatentRow) and len(first.source_frame_indices) != pixel_frames:
+        raise DataError(
+            f"sample {first.sample_id!r}: its latents show {len(first.source_frame_indices)} frames, data.pixel_frames "
+            f"is {pixel_frames}; set it to theirs or encode the clips again"
+        )
 
 
 def _require_counts(**counts: int | None) -> None:

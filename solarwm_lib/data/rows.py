@@ -189,7 +189,7 @@ def _check_shard_size(get: Callable[[str], Any]) -> None:
 def _name_missing_member(members: Mapping[str, Any], named: tuple[str | None, ...]) -> None:
     for name in named:
         if name is not None and name not in members:
-            raise ValueError(f"field 'members': no entry for {name!r}, found {', '.join(members)}")
+            raise ValueError(f"field 'members': no entry for {name!r}, found {', '.join(members) or 'none'}")
 
 
 def parse_row(line: bytes | str) -> AnyRow:
@@ -222,7 +222,12 @@ def strict_object(line: bytes | str) -> dict[str, Any]:
     text = line.decode("utf-8") if isinstance(line, bytes) else line
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except ValueError as error:
+        if "\\ud" in text.lower():
+            # An escape may stand for half a character, which cannot be written as UTF-8 again.
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a surrogate pair, expected whole characters") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not a JSON object ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}, expected a JSON object")
@@ -284,6 +289,8 @@ def describe(error: ValidationError) -> str:
 def _pattern_message(pattern: str, value: str, message: str) -> str:
     if pattern == MD5_PATTERN:
         return f"found {value!r}, expected base64 of 16 bytes"
+    if pattern == SHA256_PATTERN:
+        return f"found {value!r:.80}, expected 64 lower-case hexadecimal digits"
     if pattern == RELATIVE_PATH_PATTERN:
         try:
             check_relative_path(value)

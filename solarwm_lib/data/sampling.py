@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -215,7 +215,7 @@ class Plan:
             row = self.index[row_ordinal]
             raise DataError(
                 f"sample {row.sample_id!r}: start frame {start_frame} is outside 0..{starts - 1} "
-                f"({row.num_frames} frames, the clip spans {self.offsets_of(row_ordinal)[-1] + 1})"
+                f"({row.num_frames} frames, the clip spans {self.offsets_of(row_ordinal)[-1] + 1}); correct start_frame in the index"
             )
 
     def occurrence_at(self, global_sample_index: int) -> PlannedSample:

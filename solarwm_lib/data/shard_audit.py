@@ -208,7 +208,7 @@ def _against_index(
     rows: Sequence[AnyRow], entries: Sequence[Entry], owners: dict[str, list[str]], fault: Fault | None
 ) -> Iterator[ShardProblem]:
     """Yield what ended the walk, and members that are absent, elsewhere or of another size than recorded."""
-    shard, found = rows[0].shard, {entry.name: entry for entry in entries}
+    shard, found = rows[0].shard, _found(rows, entries)
     absent: dict[str, str] = {}  # sample -> its first bad member
     moved: dict[str, str] = {}
     resized: dict[str, str] = {}
@@ -248,6 +248,14 @@ def _against_index(
         name = next(iter(resized.values()))
         what = f"member {name!r} has {found[name].size} bytes, the index promises {recorded[name][1]}"
         yield ShardProblem(shard, what, found[name].offset, name, tuple(resized))
+
+
+def _found(rows: Sequence[AnyRow], entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Return the members by name; of several with one name, the one at the recorded place."""
+    recorded = {(name, member.offset) for row in rows for name, member in (row.members or {}).items()}
+    found = {entry.name: entry for entry in entries}
+    found.update((entry.name, entry) for entry in entries if (entry.name, entry.offset) in recorded)
+    return found
 
 
 def _bad_members(

@@ -118,21 +118,25 @@ class ShardReader:
         """
         shard = self._leased(row)
         try:
-            records = {name: _record(row, shard, name) for name in names}
-            found: dict[str, bytes] = {}
-            for span in _spans(records):
-                start = records[span[0]].offset
-                stop = max(records[name].offset + records[name].bytes for name in span)
-                data = shard.pread(start, stop - start)
-                for name in span:
-                    record = records[name]
-                    at = record.offset - start
-                    content = data if len(span) == 1 else data[at : at + record.bytes]
-                    _check_content(row, shard, name, record, content)
-                    found[name] = content
+            records = _records(row, shard, names)
+            start = min([record.offset for record in records.values()], default=0)
+            stop = max([record.offset + record.bytes for record in records.values()], default=0)
+            wanted = sum([record.bytes for record in records.values()])
+            if stop - start > wanted + GAP_BYTES * len(records):
+                return _read_apart(row, shard, records)
+            data = shard.pread(start, stop - start)
+            return {
+                name: _checked(
+                    row,
+                    shard,
+                    name,
+                    record,
+                    data[record.offset - start : record.offset - start + record.bytes],
+                )
+                for name, record in records.items()
+            }
         finally:
             shard.release()
-        return {name: found[name] for name in records}
 
     def prefetch(self, shards: Iterable[Row | str]) -> None:
         """Stage shards ahead of their first read, in the background; nothing happens without a cache."""
@@ -364,13 +368,16 @@ def _one_per_shard(rows: Iterable[Row]) -> Iterable[Row]:
     return [rows[int(ordinal)] for ordinal in first]
 
 
-def _record(row: Row, shard: OpenShard | RangeShard, name: str) -> Member | _Scanned:
+def _records(
+    row: Row, shard: OpenShard | RangeShard, names: Iterable[str]
+) -> Mapping[str, Member | _Scanned]:
     if row.members is None and isinstance(shard, RangeShard):
         raise _no_offsets(row)
     table = row.members if row.members is not None else shard.table()  # type: ignore[union-attr]
-    if (record := table.get(name)) is None:
-        raise DataError(f"{row.shard}: no member {name!r} for sample {row.sample_id!r}")
-    return record
+    try:
+        return {name: table[name] for name in names}
+    except KeyError as error:
+        raise DataError(f"{row.shard}: no member {error} for sample {row.sample_id!r}") from None
 
 
 def _no_offsets(row: Row) -> ConfigError:
@@ -380,17 +387,26 @@ def _no_offsets(row: Row) -> ConfigError:
     )
 
 
-def _spans(records: Mapping[str, Member | _Scanned]) -> list[list[str]]:
-    """Group members that lie close together; each group and the groups are in shard order."""
-    spans: list[list[str]] = []
+def _read_apart(
+    row: Row, shard: OpenShard | RangeShard, records: Mapping[str, Member | _Scanned]
+) -> dict[str, bytes]:
+    """Return members that lie apart, each group of neighbours by one read."""
+    groups: list[list[str]] = []
     end = 0
     for name, record in sorted(records.items(), key=lambda item: item[1].offset):
-        if spans and record.offset - end <= GAP_BYTES:
-            spans[-1].append(name)
+        if groups and record.offset - end <= GAP_BYTES:
+            groups[-1].append(name)
         else:
-            spans.append([name])
+            groups.append([name])
         end = max(end, record.offset + record.bytes)
-    return spans
+    found: dict[str, bytes] = {}
+    for group in groups:
+        start = records[group[0]].offset
+        data = shard.pread(start, max(records[name].offset + records[name].bytes for name in group) - start)
+        for name in group:
+            at = records[name].offset - start
+            found[name] = _checked(row, shard, name, records[name], data[at : at + records[name].bytes])
+    return {name: found[name] for name in records}
 
 
 def _check_size(row: Row, size: int) -> None:
@@ -401,14 +417,14 @@ def _check_size(row: Row, size: int) -> None:
         )
 
 
-def _check_content(
+def _checked(
     row: Row, shard: OpenShard | RangeShard, name: str, record: Member | _Scanned, data: bytes
-) -> None:
-    """Raise DataError that explains why `data` is not the member, if it is not."""
+) -> bytes:
+    """Return `data`; DataError that explains why it is not the member, if it is not."""
     if len(data) == record.bytes and (
         record.sha256 is None or hashlib.sha256(data).hexdigest() == record.sha256
     ):
-        return
+        return data
     label = f"{row.shard} member {name!r} of sample {row.sample_id!r}"
     if len(data) < record.bytes:
         raise DataError(

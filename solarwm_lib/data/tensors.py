@@ -52,7 +52,9 @@ def parse_safetensors(content: bytes, name: str) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         return _tensors(header, memoryview(content)[8 + size :])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{name}: not a readable safetensors file ({error!s:.200})") from None
+        raise DataError(
+            f"{name}: not a readable safetensors file ({error!s:.200}); encode the sample again"
+        ) from None
 
 
 def _tensors(header: dict[str, Any], body: memoryview) -> dict[str, StoredTensor]:

@@ -110,7 +110,7 @@ def warm_cache(
     with ThreadPoolExecutor(workers) as pool:
         sizes = list(pool.map(cache.size, shards))
         cache.check_fits_together(sizes)
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="warm cache") as bar:
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="warm cache", disable=None) as bar:
             for size in pool.map(cache.stage, shards):
                 bar.update(size)
     return {"shards": len(shards), "bytes": sum(sizes), "elapsed_seconds": time.monotonic() - started}
@@ -236,11 +236,11 @@ def _check_installed(root_url: str) -> None:
             "this machine need no cache, name them in data.transport.root"
         )
     if scheme not in SCHEMES:
-        raise ConfigError(
-            f"data.transport: found scheme {scheme!r} in {root_url}, expected {', '.join(SCHEMES)}"
-        )
+        raise ConfigError(f"data.transport: found scheme {scheme!r}, expected s3, gs or memory")
     if not place.strip("/"):
-        raise ConfigError(f"data.transport: {root_url!r} names no bucket, expected such as {scheme}://BUCKET/FOLDER")
+        raise ConfigError(
+            f"data.transport: {root_url!r} names no bucket, expected such as {scheme}://BUCKET/FOLDER"
+        )
     try:
         import fsspec
 

@@ -298,12 +298,14 @@ def _open(source: Source, label: str) -> Any:
         # Titles and comments in another encoding are common, and nobody reads them.
         return av.open(stream, metadata_errors="replace")
     except av.error.FFmpegError as error:
-        raise DataError(f"{label}: not a readable video ({error.strerror})") from None
+        raise DataError(
+            f"{label}: not a readable video ({error.strerror}); re-encode it or remove the clip"
+        ) from None
 
 
 def _video_stream(container: Any, label: str) -> Any:
     if not container.streams.video:
-        raise DataError(f"{label}: holds no video stream")
+        raise DataError(f"{label}: holds no video stream; re-encode it or remove the clip")
     return container.streams.video[0]
 
 

@@ -263,5 +263,7 @@ def _prompt(row: RawRow, shards: ShardReader) -> str:
     prompt = manifest.get("prompt") if isinstance(manifest, dict) else None
     text = prompt.get("text") if isinstance(prompt, dict) else None
     if not isinstance(text, str):
-        raise DataError(f"sample {row.sample_id!r}: no caption in the row and no prompt.text in the manifest")
+        raise DataError(
+            f"sample {row.sample_id!r}: no caption in the row and no prompt.text in the manifest; write one, it may be empty"
+        )
     return text

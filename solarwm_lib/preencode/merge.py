@@ -18,8 +18,9 @@ from solarwm_lib.preencode.contract import EncoderContract
 from solarwm_lib.preencode.part import CONTRACT, ROWS, SUMMARY, part_name, part_rows
 from solarwm_lib.preencode.part import SCHEMA as PART_SCHEMA
 from solarwm_lib.preencode.reuse import INDEX_SCHEMA
-from solarwm_lib.preencode.source import SourceRows
+from solarwm_lib.preencode.source import SourceRows, check_split
 from solarwm_lib.runtime.errors import ArtifactError, DataError
+from solarwm_lib.runtime.manifests import check_members
 
 if TYPE_CHECKING:
     from solarwm_lib.config.load import Resolved
@@ -68,6 +69,9 @@ def _read_parts(root: Path, parts: int, total: int) -> list[Artifact]:
     found = []
     for part in range(parts):
         artifact = artifacts.read(root / part_name(part), PART_SCHEMA)
+        # What is copied into the index is checked to the bit; the shards are when they are read.
+        copied = [member for member in artifact.members if member.path in (ROWS, SUMMARY, CONTRACT)]
+        check_members(artifact.path, copied, deep=True)
         wanted = {"part": part, "parts": parts, "rows": list(part_rows(part, parts, total))}
         if differences := artifacts.identity_diff(
             {key: artifact.identity.get(key) for key in wanted}, wanted
@@ -141,7 +145,7 @@ def _write_indexes(
     transaction: Transaction, rows: SourceRows, parts: Sequence[Artifact], contract_digest: str, stats: _Stats
 ) -> None:
     """Write both indexes in source order; refuse rows that do not cover the source exactly."""
-    tested = {window.source_sample_id for _, split, _, window in rows.rows() if split == "test"}
+    tested = rows.tested_sources()
     files: dict[str, BinaryIO] = {split: transaction.open(f"{split}-index.jsonl") for split in SPLITS}
     stored = _stored_rows(parts, stats)
     for ordinal, split, raw, window in rows.rows():
@@ -151,11 +155,7 @@ def _write_indexes(
                 f"latents: source row {ordinal} ({raw.sample_id!r}) is in no part; make its part again"
             )
         latent = entry[1]
-        if split == "train" and window.source_sample_id in tested:
-            raise DataError(
-                f"sample {window.sample_id!r}: its source {window.source_sample_id!r} is in both splits, expected in one; "
-                "remove it from one index"
-            )
+        check_split(split, window, tested)
         if latent is None:
             continue
         _check_row(latent, split, raw, window, contract_digest)

@@ -7,9 +7,11 @@ only has its marker issued again.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +71,7 @@ def preencode_part(resolved: Resolved, part: int, out: str | Path) -> Artifact:
     Members: samples-NNNNN.tar, rows.jsonl, encoder-contract.json, summary.json. A clip whose camera leaves the guards is
     left out and listed in the summary; any other failure raises (DataError, NonFiniteError), and nothing is published.
     """
+    _check_place(resolved, part, Path(out))
     job = _Job(resolved)
     try:
         return _preencode_part(job, part, Path(out))
@@ -100,16 +103,25 @@ class _Job:
         self.rows.close()
 
 
-def _preencode_part(job: _Job, part: int, out: Path) -> Artifact:
-    if not 0 <= part < job.parts:
+def _check_place(resolved: Resolved, part: int, out: Path) -> None:
+    """Raise ConfigError for a part that there is not, or one at another place; before any weight is hashed."""
+    settings = resolved.config.preencode
+    assert settings is not None  # `rules.check` refuses action preencode without the section
+    if not 0 <= part < settings.parts:
         raise ConfigError(
-            f"--part: found {part}, expected 0 to {job.parts - 1} for preencode.parts {job.parts}"
+            f"--part: found {part}, expected 0 to {settings.parts - 1} for preencode.parts {settings.parts}"
         )
     expected = Path(part_name(part))
     if out.parts[-2:] != expected.parts:
         raise ConfigError(
             f"--out: found {out}, expected a path that ends in {expected}; rows name their shards relative to the generation"
         )
+
+
+def _preencode_part(job: _Job, part: int, out: Path) -> Artifact:
+    if part == 0:
+        # One job looks at both indexes, before all of them have encoded what the merge would refuse.
+        job.rows.check_splits()
     items = job.items(part)
     identity = _identity(job, part, items)
     if (existing := reissue(out, SCHEMA, identity)) is not None:
@@ -117,20 +129,29 @@ def _preencode_part(job: _Job, part: int, out: Path) -> Artifact:
     settings, contract = job.settings, job.encoder.contract
     parents = [job.rows.artifact, job.assets]
     size = len(items) * contract.sample_bytes
-    with Transaction(out, SCHEMA, identity, parents, expected_bytes=size) as transaction:
+    with (
+        closing(_reuse(job, items)) as reuse,
+        Transaction(out, SCHEMA, identity, parents, expected_bytes=size) as transaction,
+    ):
         shards = LatentShards(
             transaction,
             part_name(part),
             contract,
             str(settings.latent_schema),
-            max_samples=settings.shard_max_samples,
+            # As many shards as needed, of nearly equal length: a short last one would be read out of proportion.
+            max_samples=_even(len(items), settings.shard_max_samples),
             max_bytes=settings.shard_max_bytes,
         )
-        summary = _fill(job, part, items, shards)
+        summary = _fill(job, part, items, shards, reuse)
         transaction.write_bytes(ROWS, index_bytes(shards.finish()))
         transaction.write_json(CONTRACT, contract.values())
         transaction.write_json(SUMMARY, summary)
     return transaction.artifact
+
+
+def _even(samples: int, most: int) -> int:
+    """Samples per shard when `samples` fill as few shards as `most` allows."""
+    return math.ceil(samples / max(1, math.ceil(samples / most)))
 
 
 def _identity(job: _Job, part: int, items: Sequence[Item]) -> dict[str, Any]:
@@ -165,11 +186,15 @@ class _Loaded:
     frames: Frames | None
 
 
-def _fill(job: _Job, part: int, items: Sequence[Item], shards: LatentShards) -> dict[str, Any]:
-    """Write the samples of `items` into `shards` and return the part's summary."""
-    reuse = Reuse(
+def _reuse(job: _Job, items: Sequence[Item]) -> Reuse:
+    """Return what earlier generations hold of these items."""
+    return Reuse(
         job.settings.reuse, {item.latents_key for item in items}, {item.prompt_key for item in items}
     )
+
+
+def _fill(job: _Job, part: int, items: Sequence[Item], shards: LatentShards, reuse: Reuse) -> dict[str, Any]:
+    """Write the samples of `items` into `shards` and return the part's summary."""
     counts = dict.fromkeys(("encoded", "reused", "latents_reused", "prompts_reused"), 0)
     excluded: list[dict[str, Any]] = []
 
@@ -207,7 +232,6 @@ def _fill(job: _Job, part: int, items: Sequence[Item], shards: LatentShards) -> 
                 counts["prompts_reused"] += copied[1]
                 counts["reused" if all(copied) else "encoded"] += 1
             bar.update()
-    reuse.close()
     first, stop = part_rows(part, job.parts, len(job.rows))
     return {
         **counts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,10 +106,30 @@ class SourceRows:
                 yield ordinal, split, row, window_of(row, self._pixel_frames)
             offset += len(index)
 
+    def tested_sources(self) -> set[str]:
+        """Return the source ids of the test rows."""
+        train = sum(len(index) for split, index in self._indexes if split == "train")
+        return {window.source_sample_id for _, _, _, window in self.rows(train)}
+
+    def check_splits(self) -> None:
+        """Raise DataError for a source clip that lies in both splits, before anything is encoded."""
+        if tested := self.tested_sources():
+            for _, split, _, window in self.rows():
+                check_split(split, window, tested)
+
     def close(self) -> None:
         """Close the indexes."""
         for _, index in self._indexes:
             index.close()
+
+
+def check_split(split: str, window: Window, tested: Container[str]) -> None:
+    """Raise DataError for a training row whose source is among the tested ones."""
+    if split == "train" and window.source_sample_id in tested:
+        raise DataError(
+            f"sample {window.sample_id!r}: its source {window.source_sample_id!r} is in both splits, expected in one; "
+            "remove it from one index"
+        )
 
 
 class RawBytes:
@@ -132,6 +152,11 @@ class RawBytes:
             raise DataError(
                 f"{name}: video has {row.num_frames} frames, the clip needs source frames {window.start} to "
                 f"{last}; make windows of this length and rate, or lower data.pixel_frames"
+            )
+        if row.start_frame is None and last + 1 < row.num_frames:
+            raise DataError(
+                f"{name}: video has {row.num_frames} frames, the clip spans {last + 1} and the index states no start_frame; "
+                "cut the videos into windows (`solarwm data materialize-windows`), or state start_frame"
             )
         indices = tuple(window.start + offset for offset in frame_offsets(*span))
         if row.source_frame_indices is not None and tuple(row.source_frame_indices) != indices:

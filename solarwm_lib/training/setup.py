@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.artifacts import Artifact
-from solarwm_lib.runtime.errors import ArtifactError, ConfigError
+from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
 from solarwm_lib.training.topology import BatchPlan, Topology, from_environment
 
 if TYPE_CHECKING:
@@ -264,8 +264,29 @@ def check_clips(resolved: Resolved, topology: Topology) -> None:
     """
     if topology.is_main:
         clips = open_clips(resolved)
+        _check_index(resolved, clips)
         clips.check()
         clips.close()
+
+
+def _check_index(resolved: Resolved, clips: RawClips | LatentClips) -> None:
+    """Raise DataError unless the training index is the published one: its digest, not its size, says so."""
+    inputs, path = read_inputs(resolved), clips.rows.path
+    artifact = inputs.latents or inputs.dataset
+    assert path is not None  # opened from a file
+    name = Path(os.path.relpath(path, artifact.path)).as_posix()
+    published = {member.path: member.sha256 for member in artifact.members}
+    if name not in published:
+        indexes = ", ".join(member for member in published if member.endswith((".jsonl", ".jsonl.gz")))
+        raise DataError(
+            f"data.train_index: {path} is no member of {artifact.path}, which holds {indexes}; name one of them, or publish "
+            "the other index as a data set"
+        )
+    if clips.rows.sha256 != published[name]:
+        raise DataError(
+            f"{path}: sha256 is {clips.rows.sha256}, {artifact.path} was published with {published[name]}; the index was "
+            "changed, restore it or publish the change as a new data set"
+        )
 
 
 def build_batches(resolved: Resolved, device: torch.device, topology: Topology) -> Batches:

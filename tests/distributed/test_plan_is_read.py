@@ -76,7 +76,7 @@ def latents_of(tiny_world, root: Path) -> Path:
     for section in ("train", "validation", "checkpoint"):
         values.pop(section)
     values["action"] = "preencode"
-    values["data"]["random_start"] = False
+    values["data"] |= {"random_start": False, "pixel_frames": 9}
     values["preencode"] = {"generation_id": "tiny", "parts": 2}
     preencode(resolve_values(values))
     return root
@@ -113,7 +113,8 @@ def test_the_printed_plan_is_what_two_processes_read(tiny_world, tmp_path, encod
     values = of_two(tiny_world.values(tmp_path / "run"), num_workers=2, mixed_shards=2)
     if encoding == "preencoded":
         latents = latents_of(tiny_world, tmp_path / "latents")
-        values["data"] |= {"encoding": "preencoded", "latents_root": str(latents), "random_start": False}
+        stored = {"encoding": "preencoded", "latents_root": str(latents), "pixel_frames": 9}
+        values["data"] |= {**stored, "random_start": False}
     else:
         values["data"]["root"] = str(dataset_with_far_cameras(tmp_path / "data"))
     run_dir = train_two(tmp_path, values)

@@ -1,6 +1,6 @@
 """Bad input meets the real command line: the documented code, one clear line, and nothing written.
 
-The table itself is in `bad_input.py`; docs/reference/errors.md shows it.
+The table itself is in `bad_input.py` and the files it joins; docs/reference/errors.md shows it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from bad_input import CASES, CHECKPOINT, FILLING_DISK, FULL_DISK, LOW_DISK, Bench, Case, table
+from bad_bench import CHECKPOINT, Bench, Case
+from bad_input import CASES, CHECKPOINTS, CONFIGURATION, FILLING_DISK, FULL_DISK, LOW_DISK, table
 
 from solarwm_lib import artifacts
 from solarwm_lib.cli import main
@@ -33,7 +35,9 @@ RECORDS = re.compile(
 )
 # Runs the command line, then says on the last line of standard output what starting it has cost.
 WATCHED = """
-import json, resource, sys
+import json, os, resource, sys
+if absent := os.environ.get("ABSENT_PACKAGE"):
+    sys.modules[absent] = None
 from solarwm_lib.cli import main
 code = main(sys.argv[1:])
 usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -59,6 +63,7 @@ def trained(tiny_world, tmp_path_factory) -> Path:
     assert main(["train", *bench.config(), "--until-step", "2"]) == 0
     plan = bench.run / "validation/frozen-plan.json"
     assert main(["freeze-plan", *bench.config(), "--out", str(plan)]) == 0
+    assert main(["preencode", *bench.preencode(bench.latents)]) == 0
     return bench.path
 
 
@@ -66,6 +71,13 @@ def trained(tiny_world, tmp_path_factory) -> Path:
 def bench(tiny_world, trained, tmp_path) -> Bench:
     """A copy that a case may spoil, in a place of its own."""
     shutil.copytree(trained, tmp_path / "bench", symlinks=True)
+    return Bench(tmp_path / "bench", tiny_world)
+
+
+@pytest.fixture
+def latents_bench(tiny_world, trained, tmp_path) -> Bench:
+    """The same without the run, which is most of its bytes."""
+    shutil.copytree(trained / "latents", tmp_path / "bench/latents", symlinks=True)
     return Bench(tmp_path / "bench", tiny_world)
 
 
@@ -79,6 +91,13 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
+def walking(c2w: np.ndarray) -> np.ndarray:
+    """A straight walk along the view, in the same number of frames."""
+    walk = np.tile(np.eye(4, dtype=np.float32), (len(c2w), 1, 1))
+    walk[:, 2, 3] = 0.1 * np.arange(len(c2w))
+    return walk
+
+
 def check(case: Case, code: int, out: str, err: str) -> None:
     assert code == case.code and code in EXIT_CODES, err
     assert re.fullmatch(case.pattern, err.rstrip("\n")), f"printed:\n{err}\nexpected:\n{case.message}"
@@ -88,15 +107,23 @@ def check(case: Case, code: int, out: str, err: str) -> None:
 
 def check_nothing_written(case: Case, before: dict[str, str], after: dict[str, str]) -> None:
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    left = {path for path in changed if not (case.records and RECORDS.fullmatch(path))}
+    allowed = RECORDS if case.records else re.compile(case.leaves)
+    left = {path for path in changed if not allowed.fullmatch(path)}
     assert not left, left
-    assert bool(changed) == case.records
+    assert bool(changed) == bool(case.records or case.leaves)
+
+
+WITH_RUN = {*CONFIGURATION, *CHECKPOINTS}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.early], ids=lambda case: case.wrong)
-def test_bad_input_is_one_line_and_writes_nothing(case, bench, capsys):
+def test_bad_input_is_one_line_and_writes_nothing(case, request, capsys, monkeypatch):
+    bench = request.getfixturevalue("bench" if case in WITH_RUN else "latents_bench")
     words = case.prepare(bench)
     before = tree(bench.path)
+    for name, value in case.environment:
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
     code = main(words)
     printed = capsys.readouterr()
     check(case, code, printed.out, printed.err)
@@ -117,7 +144,7 @@ def test_what_numbers_and_names_show_is_refused_at_once_without_torch(case, benc
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, *words],
         cwd=bench.path,
-        env={**environment, "PYTHONPATH": str(ROOT), **dict(case.environment)},
+        env={**environment, "PYTHONPATH": str(ROOT), "ABSENT_PACKAGE": case.absent, **dict(case.environment)},
         capture_output=True,
         text=True,
     )
@@ -129,6 +156,17 @@ def test_what_numbers_and_names_show_is_refused_at_once_without_torch(case, benc
     assert facts["heavy"] == []
     # Wall time of a machine that others load says nothing; processor time is the claim.
     assert facts["cpu"] < 1 and seconds < 10, (facts["cpu"], seconds)
+
+
+@pytest.mark.parametrize("axes", ["opencv", "opengl"])
+def test_a_doubt_about_the_declared_convention_is_a_warning_not_an_error(latents_bench, axes, capsys):
+    """Cameras that could be trained on but seem to walk backward are told with numbers; the person decides."""
+    dataset = latents_bench.dataset(camera=walking)
+    words = ["data", "inspect", str(dataset / "train-index.jsonl"), "--camera-axes", axes, "--json"]
+    assert main(words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["problems"] == []
+    assert any("forward_dot_step -1.00" in text for text in facts["warnings"]) == (axes == "opengl")
 
 
 def test_the_module_exits_with_the_documented_code(bench):

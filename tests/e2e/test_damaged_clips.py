@@ -90,13 +90,14 @@ def test_training_from_latents_resumes_exactly(tiny_world, tmp_path):
     for section in ("train", "validation", "checkpoint"):
         values.pop(section)
     values["action"] = "preencode"
-    values["data"]["random_start"] = False
+    values["data"] |= {"random_start": False, "pixel_frames": 9}
     values["preencode"] = {"generation_id": "tiny", "parts": 2}
     preencode(resolve_values(values))
     stored = {
         "data__encoding": "preencoded",
         "data__latents_root": str(tmp_path / "latents"),
         "data__random_start": False,
+        "data__pixel_frames": 9,
     }
     whole = run(tiny_world, tmp_path / "whole", (STEPS,), **stored)
     parts = run(tiny_world, tmp_path / "parts", (1, STEPS), **stored, data__decoded_cache_gib=0.0)

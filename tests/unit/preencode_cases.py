@@ -29,7 +29,7 @@ def pixels(number: int, count: int = COUNT) -> np.ndarray:
 
 
 def clip(number: int, **changes: Any) -> Clip:
-    """A clip of COUNT frames."""
+    """A clip of COUNT frames whose latents begin at the first one."""
     fields: dict[str, Any] = {
         "sample_id": f"set/clip-{number}",
         "key": f"clip-{number}",
@@ -41,6 +41,7 @@ def clip(number: int, **changes: Any) -> Clip:
         "caption": f"room {number}",
         "scene": "room",
         "dataset": "set",
+        "start_frame": 0,
     }
     return Clip(**fields | changes)
 

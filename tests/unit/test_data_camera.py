@@ -1,6 +1,8 @@
 """Camera arrays: conventions, rebasing, guards and the numbers of spec operations 5 and appendix A."""
 
 import io
+import struct
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -508,3 +510,24 @@ def test_npz_bytes_are_reproducible_and_plain_numpy_reads_them():
     assert npz(c2w=c2w) == npz(c2w=c2w.copy())
     with np.load(io.BytesIO(npz(c2w=c2w))) as archive:
         np.testing.assert_array_equal(archive["c2w"], c2w)
+
+
+def npz_of(content, compression=zipfile.ZIP_STORED):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        archive.writestr("c2w.npy", content)
+    return stream.getvalue()
+
+
+def test_an_array_that_promises_more_than_any_file_holds_is_refused():
+    text = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000, 4, 4), }".ljust(117) + b"\n"
+    header = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+    with pytest.raises(DataError, match=r"clip-a: not a readable NPZ .Unable to allocate"):
+        camera.load_c2w(npz_of(header), "c2w", name="clip-a")
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_not_unpacked():
+    packed = npz_of(bytes(65 << 20), zipfile.ZIP_DEFLATED)
+    assert len(packed) < 100_000
+    with pytest.raises(DataError, match=r"array 'c2w.npy' has 68157440 bytes, expected at most 67108864"):
+        camera.load_c2w(packed, "c2w")

@@ -11,7 +11,7 @@ from solarwm_lib.data import camera
 from solarwm_lib.data.index import LatentRow, RawRow, write_index
 from solarwm_lib.data.inspect import format_inspection, inspect
 from solarwm_lib.data.shards import ShardReader, ShardWriter
-from solarwm_lib.runtime.errors import DataError
+from solarwm_lib.runtime.errors import ConfigError, DataError
 
 
 def walk(sign=1.0, frames=20):
@@ -162,6 +162,36 @@ def test_cameras_that_cannot_be_read_are_problems(tmp_path):
     path = build(tmp_path, clips())
     facts = inspect(path, camera_array_key="w2c")
     assert facts["cameras"]["unreadable"] == 3 and all("'w2c'" in text for text in facts["problems"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda c2w: c2w[3].fill(np.nan), "frame 3 holds NaN or infinite values"),
+        (lambda c2w: c2w[:, :3, :3].__imul__(1.5), "is not a rotation"),
+        (lambda c2w: c2w[:, :3, 1].__imul__(-1), "is mirrored"),
+    ],
+)
+def test_cameras_that_no_reader_would_take_are_problems(tmp_path, spoil, message):
+    bad = walk()
+    spoil(bad)
+    facts = inspect(build(tmp_path, [("a", walk(), {}), ("b", bad, {})]))
+    (problem,) = facts["problems"]
+    assert "sample 'clip b': array 'c2w'" in problem and message in problem
+    assert facts["cameras"]["refused"] == 1 and facts["cameras"]["samples"] == 2
+
+
+def test_a_camera_of_another_length_than_its_video_is_a_problem(tmp_path):
+    (problem,) = inspect(build(tmp_path, [("a", walk(), {"num_frames": 99})]))["problems"]
+    assert f"camera has {len(walk())} rows, the video 99 frames" in problem
+
+
+def test_what_cannot_be_looked_for_is_refused(tmp_path):
+    path = build(tmp_path, clips())
+    with pytest.raises(ConfigError, match=r"--root: .* is not a folder of this machine"):
+        inspect(path, root="s3://bucket")
+    with pytest.raises(ConfigError, match=r"data.camera_array_key: found 'poses', expected one of c2w"):
+        inspect(path, camera_array_key="poses")
 
 
 def test_cameras_may_come_from_elsewhere(tmp_path):

@@ -383,6 +383,12 @@ def test_a_header_that_lies_is_refused(entry):
         parse_safetensors(struct.pack("<Q", len(header)) + header + bytes(8), "x")
 
 
+def test_a_header_nested_without_end_is_refused():
+    header = b"[" * 100_000
+    with pytest.raises(DataError, match=r"x: not a readable safetensors file .maximum recursion depth"):
+        parse_safetensors(struct.pack("<Q", len(header)) + header, "x")
+
+
 @given(st.integers(0, 2**16 - 1))
 def test_finiteness_of_a_bfloat16_is_that_of_the_float32_it_abbreviates(bits):
     value = np.array([bits << 16], "<u4").view("<f4")

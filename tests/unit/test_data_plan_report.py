@@ -142,7 +142,7 @@ def test_without_a_batch_size_every_reader_takes_one_clip(index: Path) -> None:
 
 def test_the_fingerprint_covers_nine_fields_of_every_plan(index: Path) -> None:
     records = listed(index)["shown"]
-    text = "solarwm.sample-plan.v1\n"
+    text = "solarwm.sample-plan.v2\n"
     for r in records:
         frames = ",".join(str(frame) for frame in r["source_frame_indices"])
         text += f"{r['sample_id']}\t{r['key']}\t{r['shard']}\t{r['row_ordinal']}\t{r['repeat_ordinal']}\t{r['epoch']}"
@@ -172,6 +172,9 @@ def test_fixed_starts_come_from_the_index(index: Path) -> None:
         ({"world_size": 2, "rank": 2}, "rank 2 .* is outside the world of 2"),
         ({"world_size": 4, "sequence_parallel_size": 3}, "sequence_parallel_size 3 .*legal values"),
         ({"pixel_frames": 0}, "data.pixel_frames is 0"),
+        ({"seed": -1}, "data.seed is -1, expected 0 to 9223372036854775807"),
+        ({"seed": 2**63}, "data.seed is 9223372036854775808"),
+        ({"step": 3, "epoch": 1}, "step is 3 and epoch is 1, expected one of them"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(index: Path, changes: dict[str, Any], message: str) -> None:

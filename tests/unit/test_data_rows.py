@@ -112,12 +112,12 @@ def test_members_of_released_latent_rows_are_names_without_offsets():
         (raw(video_member="b.mp4"), "field 'members': no entry for 'b.mp4', found a.video.mp4, a.camera.npz, a.manifest.json"),
         (raw(members={"a.mp4": {"offset": 4, "bytes": 1, "sha256": DIGEST}}), "field 'members.a.mp4.offset': Input should be greater than or equal to 512, found 4"),
         (raw(fps=float("nan")), "not a JSON object (NaN is not JSON)"),
-        (latent(encoder_contract_digest="x"), "field 'encoder_contract_digest': String should match pattern '^[0-9a-f]{64}$', found 'x'"),
+        (latent(encoder_contract_digest="x"), "field 'encoder_contract_digest': found 'x', expected 64 lower-case hexadecimal digits"),
         (latent(source_sample_id=None), "field 'source_sample_id': Field required"),
         (latent(source_frame_indices=[]), "field 'source_frame_indices': List should have at least 1 item after validation, not 0, found []"),
         (latent(source_frame_indices=[4, -1]), "field 'source_frame_indices.1': Input should be greater than or equal to 0, found -1"),
         (latent(start_frame=3), "field 'start_frame': found 3, source_frame_indices start at 4"),
-        (latent(latents_key="abc"), "field 'latents_key': String should match pattern '^[0-9a-f]{64}$', found 'abc'"),
+        (latent(latents_key="abc"), "field 'latents_key': found 'abc', expected 64 lower-case hexadecimal digits"),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_told_in_one_line(fields, message):
@@ -242,3 +242,13 @@ def test_members_are_immutable_and_complete():
     }
     with pytest.raises(ValidationError):
         Member(offset=512, bytes=0, sha256=DIGEST).offset = 1
+
+
+def test_a_line_nested_without_end_or_with_half_a_character_is_refused():
+    with pytest.raises(ValueError, match=r"not a JSON object .maximum recursion depth"):
+        strict_object('{"a":' + "[" * 100_000)
+    line = json.dumps(raw(note="a\ud800"))
+    for read in (strict_object, parse_row):
+        with pytest.raises(ValueError, match="holds half a surrogate pair"):
+            read(line)
+    assert parse_row(json.dumps(raw(note="\U0001f600"))).note == "\U0001f600"

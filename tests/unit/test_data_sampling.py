@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from solarwm_lib.data.index import Index
 from solarwm_lib.data.rows import LatentRow, RawRow
-from solarwm_lib.data.sampling import Plan, batch_digest, digest_text, frame_offsets, last_offsets
+from solarwm_lib.data.sampling import (
+    Plan,
+    batch_digest,
+    digest_text,
+    frame_offsets,
+    last_offset,
+    last_offsets,
+)
 from solarwm_lib.runtime.errors import ConfigError, DataError
 from solarwm_lib.training.topology import BatchPlan
 
@@ -101,6 +108,14 @@ rates = st.one_of(st.floats(0.1, 1000), st.sampled_from([0.0, 12.0, 23.976, 24.0
 def test_last_offsets_of_many_rows_are_those_of_each(frames, sources, output):
     found = last_offsets(frames, np.array([*sources, np.nan]), output)
     assert found.tolist() == [frame_offsets(frames, source, output)[-1] for source in [*sources, output]]
+
+
+def test_a_clip_longer_than_memory_is_refused_by_its_number():
+    with pytest.raises(DataError, match="the clip spans 4000000000 source frames"):
+        plan([row("a")], pixel_frames=4 * 10**9)
+    with pytest.raises(DataError, match=r"the clip spans .* source frames"):
+        plan([row("a", fps=24.0)], fps=1e-300)  # beyond what an integer column holds
+    assert last_offset(5, 24, 16) == 6
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

@@ -282,3 +282,21 @@ def test_sizes_of_8_gib_and_more_are_read_as_tar_writes_them(tmp_path):
     header = info.tobuf(format=tarfile.GNU_FORMAT)
     (found,) = problems(tmp_path, header, [row("a")])
     assert f"needs bytes 512 to {512 + 9 * 2**30}" in found.what
+
+
+def test_a_size_that_leads_backwards_ends_the_walk(tmp_path):
+    data, rows = packed(["a"])
+    header = bytearray(data[:BLOCK])
+    header[124:136], header[148:156] = b"-00000001000", b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (problem,) = problems(tmp_path, bytes(header) + data[BLOCK:], rows)
+    assert "at byte 0: no tar header here" in str(problem)
+
+
+def test_a_copy_of_a_member_does_not_move_the_one_that_is_read(tmp_path):
+    data, rows = packed(["a"])
+    end = len(data) - 2 * BLOCK
+    copied = data[:end] + data[: rows[0].members["a.video.mp4"].offset - BLOCK] + data[end:]
+    kinds = [str(problem) for problem in problems(tmp_path, copied, rows)]
+    assert any("stored twice, first at byte 0" in text for text in kinds)
+    assert not any("re-ordered" in text for text in kinds)

@@ -158,6 +158,11 @@ def test_other_errors_are_sorted_by_whether_they_can_pass():
     [
         ("/data/clips", r"is not a bucket.s address, expected such as s3://"),
         ("swift9://x/y", r"found scheme 'swift9', expected s3, gs or memory"),
+        (
+            "http://x/y",
+            r"found scheme 'http', expected s3, gs or memory",
+        ),  # fsspec knows it, a run may not name it
+        ("s3://", r"'s3://' names no bucket, expected such as s3://BUCKET/FOLDER"),
     ],
 )
 def test_an_address_nothing_can_read_is_refused(root, text):
@@ -261,12 +266,34 @@ def test_warming_stages_every_shard_once_and_refuses_what_does_not_fit(tmp_path,
     assert not list((tmp_path / "cache").glob("*.data"))
     done = warm_cache(tmp_path / "index.jsonl", ROOT, tmp_path / "cache", 0.01, workers=2)
     assert (done["shards"], done["bytes"]) == (5, total) and done["elapsed_seconds"] > 0
-    assert "warm cache" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # the bar is for terminals
     fsspec.filesystem("memory").store.clear()
     warm = Transport(root=ROOT, cache_dir=str(tmp_path / "cache"))
     reader = open_shards(DataSection("/x", warm))
     reader.check(rows)
     assert all(reader.read(row, NAMES[0]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_gib": float("nan")}, "--max-gib: found nan, expected a positive number"),
+        ({"max_gib": float("inf")}, "--max-gib: found inf"),
+        ({"max_gib": 0}, "--max-gib: found 0"),
+        ({"workers": 0}, "--workers: found 0"),
+        ({"timeout": -1.0}, "--timeout-seconds: found -1"),
+    ],
+)
+def test_warming_refuses_numbers_that_mean_nothing(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        warm_cache(tmp_path / "index.jsonl", ROOT, tmp_path / "cache", **{"max_gib": 1.0} | changes)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_warming_without_an_index_makes_no_folder(tmp_path):
+    with pytest.raises(DataError, match="index is missing"):
+        warm_cache(tmp_path / "index.jsonl", ROOT, tmp_path / "cache", 1.0)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_warming_stops_at_the_first_damaged_shard(tmp_path):

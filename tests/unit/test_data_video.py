@@ -164,6 +164,20 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
         video.decode(tmp_path / "none.mp4")
 
 
+def test_a_title_in_another_encoding_is_no_damage(tmp_path):
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        container.metadata["title"] = "QQQQ"
+        stream = container.add_stream("libx264", rate=16)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for packet in (*stream.encode(av.VideoFrame.from_ndarray(moving()[0])), *stream.encode(None)):
+            container.mux(packet)
+    data = (tmp_path / "a.mp4").read_bytes()
+    assert data.count(b"QQQQ") == 1
+    foreign = data.replace(b"QQQQ", b"\xe9\xff\xe9\xff")
+    assert (video.decode(foreign) == video.decode(data)).all()
+    assert video.probe_by_decoding(foreign).frames == 1
+
+
 def test_frames_that_cannot_be_encoded_are_refused(tmp_path):
     with pytest.raises(DataError, match="no frames"):
         video.encode_mp4(tmp_path / "a.mp4", [], 16)

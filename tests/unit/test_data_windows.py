@@ -175,7 +175,7 @@ def test_windows_of_a_resampled_clip_span_its_source_frames(tmp_path):
     [
         ("wan", 9, ConfigError, "profile: found 'wan', expected one of spread, hashed, wan_153f"),
         ("wan_153f", 9, ConfigError, "profile wan_153f has windows of 153 pixel frames, found 9"),
-        ("spread", 0, ConfigError, "pixel frames: found 0, expected 1 or more"),
+        ("spread", 0, ConfigError, "--pixel-frames: found 0, expected 1 or more"),
         ("hashed", 13, DataError, "sample 'set/b': video has 12 frames, a window spans 13 source frames"),
     ],
 )
@@ -322,3 +322,24 @@ def test_stored_latents_have_no_windows():
     ):
         windows.raw_row(LatentRow.model_validate(latent))
     assert windows.raw_row(row()) == row()
+
+
+@pytest.mark.parametrize("fps", [0.0, -1.0, float("nan"), float("inf")])
+def test_windows_at_a_rate_that_is_none_are_refused(tmp_path, fps):
+    data = publish(tmp_path / "data", [clip("a", 17)])
+    with pytest.raises(ConfigError, match=r"--fps: found .*expected a positive number"):
+        windows.materialize_windows(data, "spread", tmp_path / "w", pixel_frames=5, fps=fps)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_window_longer_than_memory_is_refused_by_its_number(tmp_path):
+    data = publish(tmp_path / "data", [clip("a", 17)])
+    with pytest.raises(DataError, match="a window spans 7999999999 source frames"):
+        windows.materialize_windows(data, "spread", tmp_path / "w", pixel_frames=4 * 10**9, fps=8)
+
+
+def test_a_join_without_its_window_index_makes_no_folder(tmp_path, raw_indexes):
+    absent = tmp_path / "absent.jsonl"
+    with pytest.raises(DataError, match=r"--train-window-index: .*absent.jsonl: is not a file"):
+        windows.materialize_wan153f(*raw_indexes, absent, absent, tmp_path / "deep/out.gz")
+    assert not (tmp_path / "deep").exists()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from preencode_cases import (
+    COUNT,
     FRAMES,
     SIZE,
     changed_assets,
@@ -368,6 +369,7 @@ def test_a_source_in_both_splits_is_refused(assets, tmp_path):
             transaction.write_bytes(f"{split}-index.jsonl", index_bytes(rows))
     with pytest.raises(DataError, match="its source 'set/clip-1' is in both splits"):
         preencode(resolved(tmp_path / "g", tmp_path / "both", assets, data__transport={"root": str(data)}))
+    assert not (tmp_path / "g").exists()  # refused before the first part is encoded
     with pytest.raises(DataError, match="'split' is 'train' in the test index"):
         preencode(resolved(tmp_path / "h", data, assets, data__test_index="train-index.jsonl"))
 
@@ -406,6 +408,18 @@ def test_rows_of_a_broken_clip_publish_nothing(assets, tmp_path):
     with pytest.raises(DataError, match=r"sample 'set/clip-2': not a readable video"):
         preencode(config)
     assert list((tmp_path / "g/shards").iterdir()) == []
+
+
+def test_a_longer_clip_without_a_start_is_refused(assets, tmp_path):
+    data = publish(tmp_path / "data", [clip(0, start_frame=None)], [clip(9)])
+    config = resolved(tmp_path / "g", data, assets, preencode__parts=1)
+    with pytest.raises(
+        DataError, match=r"'set/clip-0'.*9 frames, the clip spans 5 and the index states no start_frame"
+    ):
+        preencode(config)
+    exact = resolved(tmp_path / "whole", data, assets, preencode__parts=1, data__pixel_frames=COUNT)
+    preencode(exact)
+    assert [row.start_frame for row in rows_of(tmp_path / "whole")] == [0]
 
 
 def test_a_clip_shorter_than_its_window_is_refused_before_anything_is_decoded(assets, tmp_path):
@@ -459,3 +473,23 @@ def test_an_index_that_changed_after_its_parts_were_made_is_refused(generation, 
     with pytest.raises(ArtifactError, match=r"is not that of the source row .caption: found .*room 0"):
         merge_parts(resolved(root, other, assets))
     assert not (root / "index").exists()
+
+
+def test_damaged_rows_of_a_part_are_never_merged(generation, data, assets, tmp_path):
+    root = tmp_path / "g"
+    shutil.copytree(generation[0] / "shards", root / "shards")
+    rows = root / part_name(1) / "rows.jsonl"
+    rows.chmod(0o644)
+    text = rows.read_text()
+    digest = json.loads(text.splitlines()[0])["latents_key"]
+    rows.write_text(text.replace(digest, "0" * 64))  # nothing but the marker's digest tells
+    with pytest.raises(
+        ArtifactError, match=r"part-000001: member 'rows.jsonl' has the right size and other content"
+    ):
+        merge_parts(resolved(root, data, assets))
+
+
+def test_a_wrong_reuse_leaves_nothing_behind(data, assets, tmp_path):
+    with pytest.raises(ConfigError, match=r"preencode\.reuse"):
+        preencode(resolved(tmp_path / "g", data, assets, preencode__reuse=[str(tmp_path / "none")]))
+    assert not (tmp_path / "g").exists()

@@ -150,7 +150,7 @@ def preencode_values(world: Any, output: Path, dtype: str = "float32") -> dict[s
     for section in ("train", "validation", "checkpoint"):
         values.pop(section)
     values["action"] = "preencode"
-    values["data"]["random_start"] = False
+    values["data"] |= {"random_start": False, "pixel_frames": 9}
     values["preencode"] = {"generation_id": "tiny", "dtype": dtype, "parts": 2}
     return values
 
@@ -168,12 +168,14 @@ def latents(tiny_world, tmp_path_factory):
 
 def preencoded(world: Any, latents: Path, output: Path, **changes: Any) -> Any:
     changes = {"data__encoding": "preencoded", "data__latents_root": str(latents), **changes}
-    return world.resolve(output, data__random_start=False, **changes)
+    return world.resolve(output, data__random_start=False, data__pixel_frames=9, **changes)
 
 
 def test_stored_float32_latents_equal_online_ones_bit_for_bit(tiny_world, latents, tmp_path):
     stored = setup.build_source(preencoded(tiny_world, latents, tmp_path), CPU)
-    online = setup.build_source(tiny_world.resolve(tmp_path, data__random_start=False), CPU)
+    online = setup.build_source(
+        tiny_world.resolve(tmp_path, data__random_start=False, data__pixel_frames=9), CPU
+    )
     clips = {
         clip.sample_id: clip for clip in (online.load(online.clips.locate(index)[0]) for index in range(6))
     }
@@ -203,7 +205,7 @@ resolved = load(Path({str(config)!r}))
 batches = setup.build_batches(resolved, torch.device("cpu"), Topology())
 batch = batches.load(range(4))
 batches.close()
-assert batch.latents.shape == (4, 2, 48, 2, 2) and batch.latents.dtype == torch.float32
+assert batch.latents.shape == (4, 3, 48, 2, 2) and batch.latents.dtype == torch.float32
 loaded = [name for name in ("solarwm_lib.backbones.codec", "transformers") if name in sys.modules]
 print(loaded)
 """
