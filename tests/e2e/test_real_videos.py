@@ -78,7 +78,7 @@ def test_inspect_counts_them_and_sees_that_the_cameras_stand_still(packed, capsy
     assert main(["data", "inspect", str(packed / "train-index.jsonl"), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["rows"] == facts["captions"] == 2 and facts["sizes"] == ["96x64"]
-    assert facts["cameras"]["step_length"] == 0
+    assert facts["cameras"]["step_length"]["max"] == 0
 
 
 def test_stage_0p5_trains_on_them_and_every_record_is_finite(packed, trained):
