@@ -31,6 +31,7 @@ test-fast: .venv/.installed ## without the tests that take minutes
 
 bench: .venv/.installed ## ratios against named alternatives, in one run each
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_velocity.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_attention.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loader.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_index.py
 

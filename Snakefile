@@ -15,6 +15,7 @@ include: "rules/latents.smk"
 include: "rules/train.smk"
 include: "rules/validate.smk"
 include: "rules/infer.smk"
+include: "rules/export.smk"
 include: "rules/compare.smk"
 include: "rules/report.smk"
 

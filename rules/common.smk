@@ -27,6 +27,7 @@ wildcard_constraints:
     step=r"\d{6}",
     validation_pass=NAME,
     inference=WORKFLOW.artifacts_pattern("inference"),
+    export=WORKFLOW.artifacts_pattern("export"),
     comparison=WORKFLOW.artifacts_pattern("comparison"),
 
 
@@ -74,6 +75,18 @@ def inference_threads(wildcards):
 
 def inference_arguments(wildcards, output):
     return WORKFLOW.inference_arguments(inference_name(wildcards))
+
+
+def export_name(wildcards):
+    return WORKFLOW.by_artifact("export", wildcards.export)
+
+
+def export_arguments(wildcards, output):
+    return WORKFLOW.export_arguments(export_name(wildcards))
+
+
+def import_arguments(wildcards, output):
+    return WORKFLOW.import_arguments(wildcards.assets)
 
 
 def artifact_dir(wildcards, output):

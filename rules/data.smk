@@ -4,7 +4,7 @@ rule synthesize_clips:
     log:
         f"{RESULTS}/logs/synthesize_clips/{{data}}.log",
     wildcard_constraints:
-        data=WORKFLOW.names_pattern("synthetic"),
+        data=WORKFLOW.names_pattern("data", "synthetic"),
     conda:
         "../envs/solarwm.yaml"
     params:
@@ -21,7 +21,7 @@ rule index_clips:
     log:
         f"{RESULTS}/logs/index_clips/{{data}}.log",
     wildcard_constraints:
-        data=WORKFLOW.names_pattern("folder"),
+        data=WORKFLOW.names_pattern("data", "folder"),
     conda:
         "../envs/solarwm.yaml"
     params:

@@ -19,7 +19,7 @@ rule resolve_run:
 
 rule preflight:
     input:
-        unpack(lambda wildcards: WORKFLOW.training_inputs(wildcards.run)),
+        unpack(lambda wildcards: WORKFLOW.preflight_inputs(wildcards.run)),
         config=f"{RESULTS}/runs/{{run}}/resolved-config.json",
         plan=f"{RESULTS}/runs/{{run}}/validation/frozen-plan.json",
     output:

@@ -18,6 +18,7 @@ from typing import Any
 
 from solarwm_lib import __version__, cli_data
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, MemoryExhausted, SolarError
+from solarwm_lib.weights import commands as weights_commands
 
 Handler = Callable[[argparse.Namespace], Any]
 
@@ -151,6 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
     tiny.add_argument("--architecture", default="wan22-tiny", help="name under config/models")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.add_argument("--out", type=Path, required=True, help="artifact directory")
+
+    weights = add_group("weights", "weights of other programs, in and out")
+    weights_commands.add_commands(weights, add)
 
     report = add_group("report", "what a run produced")
     completion = add(report, "completion", _report_completion, "write the completion report of a run")

@@ -15,17 +15,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from solarwm_lib.config import commands, overrides, references
-from solarwm_lib.config.architectures import did_you_mean
+from solarwm_lib.config import commands, overrides, references, sources, targets
 from solarwm_lib.config.identity import canonical_json
 from solarwm_lib.config.load import Resolved, load
 from solarwm_lib.config.published import published_segments, refuse_changed_identities
-from solarwm_lib.config.references import known
-from solarwm_lib.config.workflow import FolderData, PublishedData, WorkflowConfig, parse_config
+from solarwm_lib.config.workflow import (
+    FolderData,
+    ImportedAssets,
+    PublishedData,
+    WorkflowConfig,
+    parse_config,
+)
 from solarwm_lib.runtime.errors import ConfigError, SolarError
 from solarwm_lib.training.setup import refuse_unsupported
 
 MARKER = "COMPLETE.json"
+Kind = Literal["inference", "comparison", "export"]
 
 
 @dataclass(frozen=True)
@@ -42,40 +47,45 @@ class Workflow:
     def results(self) -> str:
         return self.config.results
 
-    def names_pattern(self, kind: str) -> str:
-        """Regular expression of the data sets of one kind; matches nothing when there are none."""
-        return _one_of(name for name, spec in self.config.data.items() if spec.kind == kind)
+    def names_pattern(self, section: Literal["data", "assets"], kind: str) -> str:
+        """Regular expression of the data sets or assets of one kind; matches nothing when there are none."""
+        found = self.config.data if section == "data" else self.config.assets
+        return _one_of(name for name, spec in found.items() if spec.kind == kind)
 
     def section_pattern(self, section: Literal["windows", "latents"]) -> str:
         return _one_of(self.config.windows if section == "windows" else self.config.latents)
 
-    def inference_artifact(self, name: str) -> str:
+    def artifact(self, kind: Kind, name: str) -> str:
         """Artifact name: one that follows the last checkpoint carries its step, so that extending a run makes a new
-        artifact instead of contradicting the old one."""
-        spec = self.config.inference[name]
-        return name if spec.step is not None else f"{name}_step_{self.checkpoint_steps(spec.run)[-1]:06d}"
-
-    def comparison_artifact(self, name: str) -> str:
-        """As `inference_artifact`, with the last steps of all runs that the comparison follows."""
-        runs = [side.run for side in self.config.comparisons[name] if side.run and side.step is None]
-        runs += [
-            self.config.inference[side.inference].run
-            for side in self.config.comparisons[name]
-            if side.inference in self.config.inference and self.config.inference[side.inference].step is None
-        ]
-        steps = sorted({self.checkpoint_steps(run)[-1] for run in runs if run in self.config.runs})
+        artifact instead of contradicting the old one; a comparison carries the steps of all runs that it follows."""
+        followed = {run for run in self._followed(kind, name) if run in self.config.runs}
+        steps = sorted({self.checkpoint_steps(run)[-1] for run in followed})
         return "_step_".join([name, *(f"{step:06d}" for step in steps)])
 
-    def by_artifact(self, kind: Literal["inference", "comparison"], artifact: str) -> str:
-        """The config name of an inference or comparison artifact."""
-        names = self.config.inference if kind == "inference" else self.config.comparisons
-        find = self.inference_artifact if kind == "inference" else self.comparison_artifact
-        return next(name for name in names if find(name) == artifact)
+    def _followed(self, kind: Kind, name: str) -> list[str]:
+        """The runs whose last checkpoint an artifact is made from."""
+        if kind != "comparison":
+            spec = self.config.inference[name] if kind == "inference" else self.config.exports[name]
+            return [spec.run] if spec.run is not None and spec.step is None else []
+        sides = self.config.comparisons[name]
+        found = [side.run for side in sides if side.run and side.step is None]
+        inferences = [side.inference for side in sides if side.inference in self.config.inference]
+        return found + [run for other in inferences for run in self._followed("inference", str(other))]
 
-    def artifacts_pattern(self, kind: Literal["inference", "comparison"]) -> str:
-        names = self.config.inference if kind == "inference" else self.config.comparisons
-        find = self.inference_artifact if kind == "inference" else self.comparison_artifact
-        return _one_of(find(name) for name in names)
+    def _artifacts(self, kind: Kind) -> dict[str, str]:
+        names = {
+            "inference": [*self.config.inference],
+            "comparison": [*self.config.comparisons],
+            "export": [*self.config.exports],
+        }
+        return {self.artifact(kind, name): name for name in names[kind]}
+
+    def by_artifact(self, kind: Kind, artifact: str) -> str:
+        """The config name of an inference, comparison or export artifact."""
+        return self._artifacts(kind)[artifact]
+
+    def artifacts_pattern(self, kind: Kind) -> str:
+        return _one_of(self._artifacts(kind))
 
     @cached_property
     def resolved(self) -> dict[str, Resolved]:
@@ -91,6 +101,16 @@ class Workflow:
         return {
             name: self._resolve(f"latents.{name}", spec.recipe, spec.scale, overrides.of_latents(self, name))
             for name, spec in self.config.latents.items()
+        }
+
+    @cached_property
+    def resolved_inference(self) -> dict[str, Resolved]:
+        """The resolved configuration of every inference. Raises ConfigError when one is not legal."""
+        return {
+            name: self._resolve(
+                f"inference.{name}", spec.recipe, spec.scale, overrides.of_inference(self, name)
+            )
+            for name, spec in self.config.inference.items()
         }
 
     # files
@@ -134,10 +154,13 @@ class Workflow:
         return f"{self.run_dir(run)}/validation/step_{step:06d}/{name}/{MARKER}"
 
     def inference_marker(self, name: str) -> str:
-        return f"{self.results}/inference/{self.inference_artifact(name)}/{MARKER}"
+        return f"{self.results}/inference/{self.artifact('inference', name)}/{MARKER}"
 
     def comparison_marker(self, name: str) -> str:
-        return f"{self.results}/comparisons/{self.comparison_artifact(name)}/{MARKER}"
+        return f"{self.results}/comparisons/{self.artifact('comparison', name)}/{MARKER}"
+
+    def export_marker(self, name: str) -> str:
+        return f"{self.results}/exports/{self.artifact('export', name)}/{MARKER}"
 
     def completion_report(self, run: str) -> str:
         return f"{self.run_dir(run)}/completion-report.md"
@@ -201,10 +224,20 @@ class Workflow:
         spec = self.config.runs[run]
         return {"data": self.data_marker(spec.data), "assets": self.assets_marker(spec.assets)}
 
-    def training_inputs(self, run: str) -> dict[str, str]:
-        """`run_inputs`, and the stored latents if the run trains from some: sampling reads only clips."""
-        latents = self.config.runs[run].latents
-        return self.run_inputs(run) | ({"latents": self.latents_index(latents)} if latents else {})
+    def training_inputs(self, run: str) -> dict[str, str | list[str]]:
+        """`run_inputs`, the stored latents if the run trains from some (sampling reads only clips), and what it starts
+        from."""
+        inputs: dict[str, str | list[str]] = dict(self.run_inputs(run))
+        if latents := self.config.runs[run].latents:
+            inputs["latents"] = self.latents_index(latents)
+        if markers := list(dict.fromkeys(sources.markers(self, run).values())):
+            inputs["initial"] = markers
+        return inputs
+
+    def preflight_inputs(self, run: str) -> dict[str, str | list[str]]:
+        """`training_inputs`, and the validations without which a run may not start."""
+        gates = sources.gates(self, run)
+        return self.training_inputs(run) | ({"validated": gates} if gates else {})
 
     def run_checkpoints(self, run: str) -> list[str]:
         return [self.checkpoint(run, step) for step in self.checkpoint_steps(run)]
@@ -222,74 +255,44 @@ class Workflow:
 
     def inference_checkpoint(self, name: str) -> str:
         spec = self.config.inference[name]
-        return self.checkpoint(spec.run, self._step(spec.run, spec.step, f"inference.{name}.step"))
+        if spec.run is None:
+            return self.assets_marker(str(spec.assets))
+        return self.checkpoint(spec.run, self.step(spec.run, spec.step, f"inference.{name}.step"))
 
     def inference_inputs(self, name: str) -> dict[str, str]:
-        return {
-            **self.run_inputs(self.config.inference[name].run),
-            "checkpoint": self.inference_checkpoint(name),
-        }
+        """Clips, codec and text encoder, checkpoint."""
+        spec = self.config.inference[name]
+        inputs = self.run_inputs(spec.run) if spec.run else {"assets": self.imported_base(str(spec.assets))}
+        data = {"data": self.data_marker(spec.data)} if spec.data else {}
+        return {**inputs, **data, "checkpoint": self.inference_checkpoint(name)}
+
+    def imported_base(self, name: str) -> str:
+        """Marker of the base weights that imported trained weights belong to."""
+        return self.assets_marker(str(sources.check_trained(self, name, f"assets.{name}").base))
+
+    def import_inputs(self, name: str) -> dict[str, str]:
+        spec = self.config.assets[name]
+        return {"base": self.imported_base(name)} if isinstance(spec, ImportedAssets) and spec.base else {}
+
+    def export_checkpoint(self, name: str) -> str:
+        spec = self.config.exports[name]
+        return self.checkpoint(spec.run, self.step(spec.run, spec.step, f"exports.{name}.step"))
 
     def inference_identity(self, name: str) -> str:
-        return self.resolved_inference(name).semantic_digest
+        return self.resolved_inference[name].semantic_digest
 
     def comparison_inputs(self, name: str) -> list[str]:
         """Markers of the artifacts that a comparison puts side by side."""
-        found: list[str] = []
-        for number, side in enumerate(self.config.comparisons[name]):
-            key = f"comparisons.{name}[{number}]"
-            if (side.run is None) == (side.inference is None):
-                raise ConfigError(f"{key}: give exactly one of `run` and `inference`")
-            if side.inference is not None:
-                known(side.inference, self.config.inference, f"{key}.inference")
-                found.append(self.inference_marker(side.inference))
-            elif side.run is not None:
-                known(side.run, self.config.runs, f"{key}.run")
-                step = self._step(side.run, side.step, f"{key}.step")
-                for name_ in side.passes:
-                    known(name_, self.passes(side.run), f"{key}.passes")
-                found += [self.validation(side.run, step, p) for p in side.passes or self.passes(side.run)]
-        if len(found) < 2:
-            raise ConfigError(f"comparisons.{name}: two or more artifacts are needed, found {len(found)}")
-        return found
-
-    def stage_runs(self, stage: str) -> list[str]:
-        return [name for name, resolved in self.resolved.items() if resolved.route.stage == stage]
-
-    @cached_property
-    def stages(self) -> list[str]:
-        return sorted({resolved.route.stage for resolved in self.resolved.values()})
+        return references.comparison_inputs(self, name)
 
     def all_targets(self) -> list[str]:
-        return [*self.gallery_inputs(), *([self.gallery] if self.config.runs else [])]
+        return targets.everything(self)
 
     def named_targets(self) -> dict[str, list[str]]:
-        """Target rules: one per run, per stage, per generation of latents, per inference and per comparison."""
-        targets = {run: self.run_targets(run) for run in self.config.runs}
-        targets |= {
-            stage: [path for run in self.stage_runs(stage) for path in self.run_targets(run)]
-            for stage in self.stages
-        }
-        targets |= {
-            # With its parts: a part that was removed is asked for by this name, and by nothing that is made already.
-            f"latents_{name}": [self.latents_index(name), *self.latents_parts(name)]
-            for name in self.config.latents
-        }
-        targets |= {f"infer_{name}": [self.inference_marker(name)] for name in self.config.inference}
-        return targets | {
-            f"compare_{name}": [self.comparison_marker(name)] for name in self.config.comparisons
-        }
+        return targets.named(self)
 
     def gallery_inputs(self) -> list[str]:
-        """Results that nothing here is made from; latents that a run used may be removed when it is trained."""
-        used = {spec.latents for spec in self.config.runs.values()}
-        used.update(other for spec in self.config.latents.values() for other in spec.reuse)
-        return [
-            *(self.latents_index(name) for name in self.config.latents if name not in used),
-            *(path for run in self.config.runs for path in self.run_targets(run)),
-            *(self.comparison_marker(name) for name in self.config.comparisons),
-            *(self.inference_marker(name) for name in self.config.inference),
-        ]
+        return targets.gallery(self)
 
     # commands and params
 
@@ -327,9 +330,7 @@ class Workflow:
     def windows_arguments(self, name: str) -> str:
         """Words after `solarwm data materialize-windows`."""
         spec = self.config.windows[name]
-        words = ["--data", str(Path(self.data_marker(spec.data)).parent)]
-        words += ["--profile", spec.profile, "--pixel-frames", str(spec.pixel_frames)]
-        return shlex.join([*words, *(["--fps", str(spec.fps)] if spec.fps is not None else [])])
+        return commands.windows_arguments(spec, str(Path(self.data_marker(spec.data)).parent))
 
     def pack_arguments(self, name: str) -> str:
         """Words after `solarwm data pack`."""
@@ -337,6 +338,30 @@ class Workflow:
         if not isinstance(spec, FolderData):
             raise ConfigError(f"data.{name}: kind is {spec.kind!r}, expected 'folder'")
         return commands.pack_arguments(spec)
+
+    def assets_spec(self, name: str) -> str:
+        """Canonical JSON of what decides base or imported weights: param of the rule. Paths never change a result."""
+        return canonical_json(self.config.assets[name].model_dump(exclude={"kind", "source", "base"})).strip()
+
+    def import_arguments(self, name: str) -> str:
+        """Words after `solarwm weights import`."""
+        spec = self.config.assets[name]
+        if not isinstance(spec, ImportedAssets):
+            raise ConfigError(f"assets.{name}: kind is {spec.kind!r}, expected 'imported'")
+        return commands.import_arguments(
+            spec, str(Path(self.imported_base(name)).parent) if spec.base else None
+        )
+
+    def export_spec(self, name: str) -> str:
+        """Canonical JSON of the form of an export: param of the rule."""
+        spec = self.config.exports[name]
+        return canonical_json({"form": spec.form, "role": spec.role, "dtype": spec.dtype}).strip()
+
+    def export_arguments(self, name: str) -> str:
+        """Words after `solarwm weights export`."""
+        return commands.export_arguments(
+            str(Path(self.export_checkpoint(name)).parent), self.config.exports[name]
+        )
 
     def launcher(self, run: str) -> str:
         """The words before `-m solarwm_lib` of a run's jobs."""
@@ -365,6 +390,7 @@ class Workflow:
     def check(self) -> None:
         """Refuse what cannot work, before Snakemake plans anything. Raises ConfigError."""
         references.check_names(self)
+        sources.check_names(self)
         references.check_latents(self)
         for run in self.config.runs:
             self.validated_steps(run)
@@ -373,44 +399,38 @@ class Workflow:
                 refuse_unsupported(self.resolved[run])
             except ConfigError as error:
                 raise ConfigError(f"runs.{run}: {error}") from None
+        for run in self.config.runs:
+            sources.check_fit(self, run)
         references.check_target_names(self)
         for name in self.config.inference:
-            self.resolved_inference(name)
+            references.check_inference(self, name)
+        for name in self.config.exports:
+            references.check_export(self, name)
+        sources.check_averages(self)
         for name in self.config.comparisons:
             self.comparison_inputs(name)
         refuse_changed_identities(self)
 
     # internals
 
-    def resolved_inference(self, name: str) -> Resolved:
-        """The resolved configuration of an inference. Raises ConfigError when it is not legal."""
-        spec = self.config.inference[name]
-        return self._resolve(f"inference.{name}", spec.recipe, spec.scale, overrides.of_inference(self, name))
-
-    def _resolve(self, key: str, recipe: str, scale: str | None, sets: Mapping[str, Any]) -> Resolved:
-        for kind, name in (("recipes", recipe), ("scales", scale)):
-            if name and not Path(self.config_path(kind, name)).is_file():
-                root = self.basedir / "config" / kind
-                names = [
-                    path.relative_to(root).with_suffix("").as_posix() for path in sorted(root.rglob("*.yaml"))
-                ]
-                raise ConfigError(
-                    f"{key}.{kind[:-1]}: no file {self.config_path(kind, name)}{did_you_mean(name, names)}; there are {names}"
-                )
+    def _resolve(self, key: str, recipe: str, scales: list[str], sets: Mapping[str, Any]) -> Resolved:
+        for kind, name in (("recipes", recipe), *(("scales", scale) for scale in scales)):
+            references.check_file(self, key, kind, name)
         try:
             return load(
                 Path(self.config_path("recipes", recipe)),
-                overlays=[Path(self.config_path("scales", scale))] if scale else [],
+                overlays=[Path(self.config_path("scales", scale)) for scale in scales],
                 sets=commands.set_words(sets),
             )
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
 
-    def _config_arguments(self, recipe: str, scale: str | None, sets: Mapping[str, Any]) -> str:
-        overlays = [self.config_path("scales", scale)] if scale else []
+    def _config_arguments(self, recipe: str, scales: list[str], sets: Mapping[str, Any]) -> str:
+        overlays = [self.config_path("scales", scale) for scale in scales]
         return commands.config_arguments(self.config_path("recipes", recipe), overlays, sets)
 
-    def _step(self, run: str, step: int | None, key: str) -> int:
+    def step(self, run: str, step: int | None, key: str) -> int:
+        """The checkpoint step that a reference means; ConfigError for one that is not there."""
         steps = self.checkpoint_steps(run)
         if step is None:
             return steps[-1]

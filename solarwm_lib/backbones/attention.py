@@ -13,74 +13,111 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
-from . import prope, rope
+from . import flex, prope, rope
+from .kv_cache import RolloutState
+from .visibility import BIDIRECTIONAL, Segment, Span, VisibilityPlan
 
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of query tokens and the runs of key tokens all of them see."""
-
-    query: slice
-    keys: tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class VisibilityPlan:
-    """Which keys each query sees. Segments are in token order and cover every query once; no segment means everything is visible."""
-
-    segments: tuple[Segment, ...] = ()
-
-    def mask(self, tokens: int) -> Tensor:
-        """Return the dense bool mask `[tokens, tokens]`, True where visible: the reference every executor must equal."""
-        if not self.segments:
-            return torch.ones(tokens, tokens, dtype=torch.bool)
-        mask = torch.zeros(tokens, tokens, dtype=torch.bool)
-        for segment in self.segments:
-            for keys in segment.keys:
-                mask[segment.query, keys] = True
-        return mask
-
-
-BIDIRECTIONAL = VisibilityPlan()
+EXECUTORS = ("segments", "flex")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of one forward pass are: complex rotations `[1,L,1,D/2]`, cameras or None, and who sees whom."""
+    """Where the tokens of one forward pass are.
+
+    rotation: complex `[1,L,1,D/2]`. camera: of these tokens' latent frames, or None. visibility: who sees whom.
+    second_times: raw r per token `[B,L]` for a flow-map model, None where r = t. rollout: the cache these tokens extend, if
+    any; `window_rotation` and `window_camera` then place the frames it already holds, and `commit` appends these tokens.
+    """
 
     rotation: Tensor
     camera: prope.CameraTransforms | None = None
     visibility: VisibilityPlan = BIDIRECTIONAL
+    second_times: Tensor | None = None
+    rollout: RolloutState | None = None
+    window_rotation: Tensor | None = None
+    window_camera: prope.CameraTransforms | None = None
+    commit: bool = False
+
+
+class _Runs(torch.autograd.Function):
+    """Runs of `x` `[B,L,...]` along L without a copy. Autograd's own slices would each fill a full-length gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: tuple[Span, ...]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.shape = spans, x.shape
+        return tuple(x[:, span.slice] for span in spans)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].new_zeros(ctx.shape)
+        for span, gradient in zip(ctx.spans, gradients, strict=True):
+            total[:, span.slice] += gradient
+        return total, None
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, plan: VisibilityPlan, backend: str | None = None
 ) -> Tensor:
-    """Return attention `[B,L,N,D]` under `plan`, one mask-free call per segment: any device, no work on hidden pairs."""
+    """Return attention `[B,Lq,N,D]` of `query` over `key` and `value` `[B,Lk,N,D]` under `plan`.
+
+    One mask-free call per segment: any device, no work on hidden pairs. Key runs are read in place unless a segment sees
+    several that do not touch. Raises ValueError for a plan of another length.
+    """
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dispatch_attention_fn(q, k, v, backend=backend)
 
     if not plan.segments:
         return dense(query, key, value)
-    outputs = []
-    for segment in plan.segments:
-        visible_key = torch.cat([key[:, part] for part in segment.keys], dim=1)
-        visible_value = torch.cat([value[:, part] for part in segment.keys], dim=1)
-        outputs.append(dense(query[:, segment.query], visible_key, visible_value))
+    if query.shape[1] != plan.segments[-1].query.stop:
+        raise ValueError(
+            f"{query.shape[1]} query tokens; the visibility plan covers {plan.segments[-1].query.stop}"
+        )
+    spans = tuple(span for segment in plan.segments for span in segment.keys)
+    key_runs, value_runs = iter(_Runs.apply(key, spans)), iter(_Runs.apply(value, spans))
+    queries = query.split([segment.query.length for segment in plan.segments], dim=1)
+    outputs = [
+        dense(part, _joined(key_runs, segment), _joined(value_runs, segment))
+        for part, segment in zip(queries, plan.segments, strict=True)
+    ]
     return torch.cat(outputs, dim=1)
 
 
+def _joined(runs: Iterator[Tensor], segment: Segment) -> Tensor:
+    """Return the next `len(segment.keys)` runs as one tensor."""
+    parts = [next(runs) for _ in segment.keys]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def place_keys(
+    key: Tensor, value: Tensor, rotation: Tensor, camera: prope.CameraTransforms | None
+) -> tuple[Tensor, Tensor]:
+    """Return raw keys and values `[B,L,N,D]` at their positions and seen by their cameras: what attention reads."""
+    key = rope.apply(key, rotation)
+    if camera is None:
+        return key, value
+    return prope.apply(key, camera.key_value), prope.apply(value, camera.key_value)
+
+
 class CameraAttnProcessor:
-    """WanAttention's self-attention in the released order: qk RMS norm, RoPE, PRoPE, attention, inverse PRoPE, output projection."""
+    """WanAttention's self-attention in the released order: qk RMS norm, RoPE, PRoPE, attention, inverse PRoPE, output projection.
+
+    `layer` is the block's number, by which a rollout keeps its keys; `executor` is `segments` or `flex`.
+    """
 
     _attention_backend = None  # set by diffusers' `set_attention_backend`
     _parallel_config = None
+
+    def __init__(self, layer: int = 0) -> None:
+        self.layer = layer
+        self.executor = "segments"
 
     def __call__(
         self,
@@ -94,22 +131,70 @@ class CameraAttnProcessor:
         if rotary_emb is None or encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("CameraAttnProcessor serves self-attention with a Placement and no mask")
         query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        key = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
-        value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        raw_key = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
+        raw_value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
 
-        query = rope.apply(query, rotary_emb.rotation)
-        key = rope.apply(key, rotary_emb.rotation)
         camera = rotary_emb.camera
+        query = rope.apply(query, rotary_emb.rotation)
         if camera is not None:
             query = prope.apply(query, camera.query)
-            key = prope.apply(key, camera.key_value)
-            value = prope.apply(value, camera.key_value)
+        key, value = place_keys(raw_key, raw_value, rotary_emb.rotation, camera)
+        if rotary_emb.rollout is not None:
+            key, value = self._extend(rotary_emb, raw_key, raw_value, key, value)
 
-        output = attend(query, key, value, rotary_emb.visibility, self._attention_backend)
+        if self.executor == "flex":
+            output = flex.attend(query, key, value, rotary_emb.visibility)
+        else:
+            output = attend(query, key, value, rotary_emb.visibility, self._attention_backend)
         if camera is not None:
             output = prope.apply(output, camera.output)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
+
+    def _extend(
+        self, placement: Placement, raw_key: Tensor, raw_value: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return `[visible cache | these tokens]` as attention reads them; the cache is transformed once per chunk."""
+        state = placement.rollout
+        cache = state.layer(self.layer, raw_key, raw_value)
+        if cache.placed_at != state.frames:
+            window = cache.read(state)
+            if state.visible:
+                window = place_keys(*window, placement.window_rotation, placement.window_camera)
+            cache.place(*window, state.frames)
+        if placement.commit:
+            cache.write(state, raw_key, raw_value)
+        return cache.joined(key, value)
+
+
+class TextAttnProcessor(WanAttnProcessor):
+    """diffusers' cross-attention; inside a cached rollout the text's keys and values are computed once and kept."""
+
+    def __init__(self, layer: int = 0) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        """Return the cross-attention output `[B,L,dim]` of `hidden_states` over text `[B,Lt,dim]`."""
+        placement = _PLACEMENT.get()
+        if placement is None or placement.rollout is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        text = placement.rollout.text
+        if self.layer not in text:
+            text[self.layer] = (
+                attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1)),
+                attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1)),
+            )
+        query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        output = dispatch_attention_fn(query, *text[self.layer], backend=self._attention_backend)
+        return attn.to_out[1](attn.to_out[0](output.flatten(2, 3).type_as(query)))
 
 
 _PLACEMENT: ContextVar[Placement | None] = ContextVar("placement", default=None)
@@ -145,9 +230,23 @@ class PlacementSource(nn.Module):
         return Placement(rope.grid_rotations(*grid, self.head_dim, hidden_states.device))
 
 
+def current_placement() -> Placement | None:
+    """Return the placement of the forward pass under way, None outside `placed`."""
+    return _PLACEMENT.get()
+
+
 def install(transformer: nn.Module) -> None:
-    """Put the placement source and the self-attention processors into a diffusers WanTransformer3DModel."""
+    """Put the placement source and the attention processors into a diffusers WanTransformer3DModel."""
     config = transformer.config
     transformer.rope = PlacementSource(config.attention_head_dim, tuple(config.patch_size))
+    for layer, block in enumerate(transformer.blocks):
+        block.attn1.set_processor(CameraAttnProcessor(layer))
+        block.attn2.set_processor(TextAttnProcessor(layer))
+
+
+def set_executor(transformer: nn.Module, executor: str) -> None:
+    """Choose what runs visibility plans in `transformer`: `segments` (any device) or `flex` (compiled, CUDA)."""
+    if executor not in EXECUTORS:
+        raise ValueError(f"attention executor {executor!r}; known: {', '.join(EXECUTORS)}")
     for block in transformer.blocks:
-        block.attn1.set_processor(CameraAttnProcessor())
+        block.attn1.processor.executor = executor

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from diffusers import AutoencoderKLWan, ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor, nn
 
 from ..runtime.errors import ArtifactError, NonFiniteError
+
+DECODE_TILE = 60  # latents decoded together at most (spec wan22 6.4)
 
 
 class LinearCausalCodec(ModelMixin, ConfigMixin):
@@ -62,15 +66,16 @@ class LinearCausalCodec(ModelMixin, ConfigMixin):
     def decode(self, z: Tensor, return_dict: bool = True) -> SimpleNamespace | tuple[Tensor]:
         """Decode raw latents `[B,z_dim,T,h,w]` to `.sample` `[B,3,F,H,W]`, clamped to [-1,1]."""
         stride = self.config.scale_factor_spatial
-        coordinates = z.movedim(1, -1)
-        first = coordinates[:, :1] @ self.first_basis.T + self.first_mean
-        groups = (coordinates[:, 1:] * self.group_scale) @ self.group_basis.T + self.group_mean
-        frames = [
-            from_blocks(first, 1, stride),
-            from_blocks(groups, self.config.scale_factor_temporal, stride),
-        ]
-        video = torch.cat(frames, dim=2).clamp(-1, 1)
+        first = z[:, :, :1].movedim(1, -1) @ self.first_basis.T + self.first_mean
+        video = torch.cat([from_blocks(first, 1, stride), self.decode_groups(z[:, :, 1:])], dim=2)
+        video = video.clamp(-1, 1)
         return SimpleNamespace(sample=video) if return_dict else (video,)
+
+    def decode_groups(self, z: Tensor) -> Tensor:
+        """Decode raw latents that follow a clip's first, `[B,z_dim,n,h,w]`, to `[B,3,4n,H,W]`, not clamped."""
+        coordinates = z.movedim(1, -1) * self.group_scale
+        groups = coordinates @ self.group_basis.T + self.group_mean
+        return from_blocks(groups, self.config.scale_factor_temporal, self.config.scale_factor_spatial)
 
 
 def to_blocks(video: Tensor, temporal: int, stride: int) -> Tensor:
@@ -122,15 +127,70 @@ class Codec:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels `[B,3,F,H,W]` in [-1,1] of normalised `latents` `[B,T,C,h,w]`; raise NonFiniteError instead of bad pixels."""
+        return _checked(self.vae.decode(self._raw(latents), return_dict=False)[0])
+
+    @torch.no_grad()
+    def decode_tiles(self, latents: Tensor, tile: int = DECODE_TILE) -> Iterator[Tensor]:
+        """Yield the pixels of `decode` in stretches `[B,3,f,H,W]` of `tile` latents (spec wan22 6.4).
+
+        The codec's temporal cache goes on from tile to tile, so the stretches join without a seam: together they equal one
+        decode, while no more than one of them is in memory. Raises NonFiniteError as `decode`, at the stretch it is in.
+        """
+        if latents.shape[1] <= tile:
+            yield self.decode(latents)
+            return
+        decode = _continued(self.vae)
+        for part in self._raw(latents).split(tile, dim=2):
+            yield _checked(decode(part))
+
+    def _raw(self, latents: Tensor) -> Tensor:
+        """Return the codec's own latents `[B,C,T,h,w]` of normalised ones `[B,T,C,h,w]`."""
         raw = latents.transpose(1, 2).to(self.vae.device, self.vae.dtype)
         mean, reciprocal = self._moments(raw)
-        video = self.vae.decode(raw / reciprocal + mean, return_dict=False)[0].clamp(-1, 1)
-        if not torch.isfinite(video).all():
-            bad = [i for i, clip in enumerate(video) if not torch.isfinite(clip).all()]
-            raise NonFiniteError(
-                f"decoded pixels are not finite in batch rows {bad}; the latents or the codec are damaged"
-            )
-        return video
+        return raw / reciprocal + mean
+
+
+def _checked(video: Tensor) -> Tensor:
+    """Return pixels clamped to [-1,1]; NonFiniteError for pixels that are none."""
+    video = video.clamp(-1, 1)
+    if not torch.isfinite(video).all():
+        bad = [i for i, clip in enumerate(video) if not torch.isfinite(clip).all()]
+        raise NonFiniteError(
+            f"decoded pixels are not finite in batch rows {bad}; the latents or the codec are damaged"
+        )
+    return video
+
+
+def _continued(vae: AutoencoderKLWan | LinearCausalCodec) -> Callable[[Tensor], Tensor]:
+    """Return a decoder of consecutive parts `[B,C,n,h,w]` of one clip's raw latents, the clip's first latent in the first.
+
+    For AutoencoderKLWan this is the loop of its `_decode` with the cache kept between calls, beside the module: another
+    clip may be decoded meanwhile. (its spatial tiling is off here, as in `load_codec`)
+    """
+    begun = False
+    if isinstance(vae, LinearCausalCodec):
+
+        def linear(part: Tensor) -> Tensor:
+            nonlocal begun
+            video = vae.decode_groups(part) if begun else vae.decode(part, return_dict=False)[0]
+            begun = True
+            return video
+
+        return linear
+
+    vae.clear_cache()
+    cache = [None] * len(vae._feat_map)
+
+    def wan(part: Tensor) -> Tensor:
+        nonlocal begun
+        frames = []
+        for latent in vae.post_quant_conv(part).split(1, dim=2):
+            frames.append(vae.decoder(latent, feat_cache=cache, feat_idx=[0], first_chunk=not begun))
+            begun = True
+        video = torch.cat(frames, dim=2)
+        return video if vae.config.patch_size is None else unpatchify(video, vae.config.patch_size)
+
+    return wan
 
 
 CODECS = {"AutoencoderKLWan": AutoencoderKLWan, "LinearCausalCodec": LinearCausalCodec}

@@ -25,6 +25,21 @@ class CameraTransforms:
     key_value: Tensor
     output: Tensor
 
+    def frames(self, part: slice) -> CameraTransforms:
+        """Return the matrices of the latent frames in `part`."""
+        return CameraTransforms(self.query[:, part], self.key_value[:, part], self.output[:, part])
+
+    def twice(self) -> CameraTransforms:
+        """Return the matrices of `[frames | frames]`: a clean and a noisy half look through the same cameras."""
+        return CameraTransforms(
+            *(torch.cat((m, m), dim=1) for m in (self.query, self.key_value, self.output))
+        )
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return `x` in float32, or as it is in float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
 
 def transform_translation(w2c: Tensor, mode: str) -> Tensor:
     """Return `w2c` `[...,4,4]` with its translation rescaled: `linear` leaves it, `logd4` uses t ln(1+|t|) / (4|t|)."""
@@ -50,6 +65,16 @@ def invert_rigid(w2c: Tensor) -> Tensor:
     return inverse
 
 
+def rebase(w2c: Tensor) -> Tensor:
+    """Return cameras `[B,T,4,4]` relative to their own first one, which becomes the exact identity (a window of a longer path).
+
+    Attention does not notice under `linear`; under `logd4`, applied afterwards, it does (spec 2.3).
+    """
+    relative = w2c @ invert_rigid(w2c[:, :1])
+    relative[:, 0] = torch.eye(4, dtype=w2c.dtype, device=w2c.device)
+    return relative
+
+
 def centred_intrinsics(intrinsics: Tensor) -> Tensor:
     """Return K_n: `intrinsics` `[...,3,3]` (divided by the image size) with principal point 0 and K[2,2] = 1."""
     centred = torch.zeros_like(intrinsics)
@@ -67,9 +92,12 @@ def lift(matrix: Tensor) -> Tensor:
 
 
 def camera_transforms(w2c: Tensor, intrinsics: Tensor) -> CameraTransforms:
-    """Build the matrices of `w2c` `[B,T,4,4]` and `intrinsics` `[B,3,3]` or `[B,T,3,3]`, in float32 whatever the activations are."""
-    w2c = w2c.float()
-    centred = centred_intrinsics(intrinsics.float())
+    """Build the matrices of `w2c` `[B,T,4,4]` and `intrinsics` `[B,3,3]` or `[B,T,3,3]`.
+
+    They are float32 whatever the activations are, and float64 for float64 cameras.
+    """
+    w2c = at_least_float32(w2c)
+    centred = centred_intrinsics(intrinsics.to(w2c.dtype))
     if centred.ndim == 3:
         centred = centred.unsqueeze(1)
     projection = lift(centred) @ w2c

@@ -1,11 +1,15 @@
-"""Wan 2.2 TI2V-5B (and its tiny twin): diffusers' WanTransformer3DModel under cameras, spec wan22 sections 1 and 2.
+"""Wan 2.2 TI2V-5B (and its tiny twin): diffusers' WanTransformer3DModel under cameras, spec wan22 sections 1, 2, 4.1 and 5.3.
+
+The transformer runs four ways: all frames at once, teacher-forced over `[clean | noisy]`, causal over a window, and chunk by
+chunk with a cache. They differ only in the placement that travels with the tokens.
 
 Shapes: B batch, T latent frames, C latent channels, h w latent size, S tokens per latent frame, L = T*S.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from ..runtime.errors import ArtifactError, ConfigError
-from . import attention, prope, rope
+from . import attention, prope, rope, second_time, visibility
+from .kv_cache import RolloutState
 from .protocol import Geometry
 
 CAMERA_ATTENTION_MODES = ("fused_prope",)
@@ -28,7 +33,9 @@ class Wan22(nn.Module):
         transformer: WanTransformer3DModel,
         geometry: Geometry,
         camera_translation_transform: str = "linear",
+        anyflow: bool = False,
     ) -> None:
+        """Wrap `transformer`; `anyflow` adds the second time, a copy of the time MLP unless the transformer has it already."""
         super().__init__()
         if camera_translation_transform not in prope.TRANSLATION_TRANSFORMS:
             raise ConfigError(
@@ -49,16 +56,23 @@ class Wan22(nn.Module):
         self.transformer = transformer
         self.geometry = geometry
         self.camera_translation_transform = camera_translation_transform
+        self.anyflow = anyflow
         attention.install(transformer)
+        if anyflow:
+            second_time.install(transformer)
 
     @classmethod
     def from_config(
-        cls, architecture: Mapping[str, Any], model_cfg: Any, device: str | torch.device = "cpu"
+        cls,
+        architecture: Mapping[str, Any],
+        model_cfg: Any,
+        device: str | torch.device = "cpu",
+        anyflow: bool = False,
     ) -> Wan22:
         """Build an untrained backbone of `architecture`, on the meta device to plan the full size without memory."""
         with torch.device(device):
             transformer = WanTransformer3DModel(**architecture["transformer"])
-        return cls(transformer, geometry_of(architecture), _translation_transform(model_cfg))
+        return cls(transformer, geometry_of(architecture), _translation_transform(model_cfg), anyflow)
 
     @classmethod
     def from_pretrained(
@@ -67,11 +81,13 @@ class Wan22(nn.Module):
         architecture: Mapping[str, Any],
         model_cfg: Any,
         dtype: torch.dtype = torch.float32,
+        anyflow: bool = False,
     ) -> Wan22:
         """Load `base_path/transformer` and check it against `architecture` before and every tensor name while loading.
 
-        `model_cfg` is the `model` section of a run config. Raises ArtifactError for a folder that does not hold exactly
-        this model: diffusers alone would fill missing tensors with random values and go on.
+        `model_cfg` is the `model` section of a run config. With `anyflow` the second time MLP is loaded where the folder
+        has it and copied from the time MLP where it has none of it. Raises ArtifactError for a folder that does not hold
+        exactly this model: diffusers alone would fill missing tensors with random values and go on.
         """
         folder = Path(base_path) / "transformer"
         if not (folder / "config.json").is_file():
@@ -82,16 +98,22 @@ class Wan22(nn.Module):
         transformer, info = WanTransformer3DModel.from_pretrained(
             folder, torch_dtype=dtype, output_loading_info=True
         )
+        has_second_time = anyflow and set(info["unexpected_keys"]) >= second_time.TENSORS
+        if has_second_time:
+            info["unexpected_keys"] = set(info["unexpected_keys"]) - second_time.TENSORS
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if info[problem]:
                 names = ", ".join(str(name) for name in sorted(info[problem], key=str)[:5])
                 raise ArtifactError(
                     f"{folder}: {len(info[problem])} {problem.replace('_', ' ')}: {names}; expected exactly the model's tensors"
                 )
-        return cls(transformer, geometry_of(architecture), _translation_transform(model_cfg))
+        backbone = cls(transformer, geometry_of(architecture), _translation_transform(model_cfg), anyflow)
+        if has_second_time:
+            second_time.load(transformer, folder)
+        return backbone
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter of the transformer under its diffusers name: Stage0.5 trains all of them."""
+        """Yield every parameter of the transformer under its diffusers name: all stages train all of them."""
         return self.transformer.named_parameters()
 
     def velocity(
@@ -101,42 +123,223 @@ class Wan22(nn.Module):
         prompt_embeds: Tensor,
         w2c: Tensor | None = None,
         intrinsics: Tensor | None = None,
+        r: Tensor | None = None,
     ) -> Tensor:
-        """Return the predicted flow (noise - clean) `[B,T,C,h,w]`.
+        """Return the predicted flow (noise - clean) `[B,T,C,h,w]`, every frame seeing all.
 
         latents: `[B,T,C,h,w]`. timesteps: raw t in [0,1000], `[B,T]`, one per latent frame. prompt_embeds: `[B,Lt,D]`.
         w2c: `[B,T,4,4]` world-to-camera relative to the first frame, translation untransformed. intrinsics: `[B,3,3]`,
-        divided by the image size. Cameras come as both or neither.
+        divided by the image size. Cameras come as both or neither. r: raw second times `[B,T]` of a flow-map model, None
+        where r = t. Raises ValueError for shapes that do not fit and for r on a model without the second time.
         """
+        frames = latents.shape[1]
+        placement = attention.Placement(
+            rotation=self._rotation(range(frames), latents),
+            camera=self._camera(w2c, intrinsics, (len(latents), frames)),
+        )
+        return self._flow(latents, timesteps, prompt_embeds, r, placement)
+
+    def teacher_forced_velocity(
+        self,
+        clean: Tensor,
+        noisy: Tensor,
+        timesteps: Tensor,
+        prompt_embeds: Tensor,
+        w2c: Tensor | None = None,
+        intrinsics: Tensor | None = None,
+        *,
+        chunk: int,
+        max_prior_clean_chunks: int,
+        sink: int = 0,
+        r: Tensor | None = None,
+        clean_timesteps: Tensor | None = None,
+        clean_r: Tensor | None = None,
+    ) -> Tensor:
+        """Return the flow `[B,T,C,h,w]` of the noisy half in one forward over `[clean | noisy]` (spec 4.1).
+
+        clean, noisy: `[B,T,C,h,w]`, T whole chunks of `chunk` latent frames; both halves share positions and cameras
+        `[B,T,4,4]`. timesteps and r `[B,T]` are the noisy half's; the clean half's are 0 unless given, its r then equals
+        its t. `visibility.teacher_forcing` says who sees whom. Raises ValueError as `velocity` and for broken chunks.
+        """
+        if clean.shape != noisy.shape:
+            raise ValueError(f"clean {tuple(clean.shape)} and noisy {tuple(noisy.shape)}; expected one shape")
+        batch, frames = noisy.shape[:2]
+        if clean_timesteps is None:
+            clean_timesteps = torch.zeros_like(timesteps)
+        camera = self._camera(w2c, intrinsics, (batch, frames))
+        placement = attention.Placement(
+            rotation=self._rotation((*range(frames), *range(frames)), noisy),
+            camera=None if camera is None else camera.twice(),
+            visibility=visibility.teacher_forcing(
+                frames, chunk, max_prior_clean_chunks, self._tokens_per_frame(noisy), sink
+            ),
+        )
+        output = self._flow(
+            torch.cat((clean, noisy), dim=1),
+            torch.cat((clean_timesteps, timesteps), dim=1),
+            prompt_embeds,
+            _joined_times(clean_r, clean_timesteps, r, timesteps),
+            placement,
+        )
+        return output[:, frames:]
+
+    def window_velocity(
+        self,
+        history: Tensor,
+        noisy: Tensor,
+        history_timesteps: Tensor,
+        timesteps: Tensor,
+        prompt_embeds: Tensor,
+        w2c: Tensor | None = None,
+        intrinsics: Tensor | None = None,
+        *,
+        chunk: int,
+        window: int | None = None,
+        sink: int = 0,
+        r: Tensor | None = None,
+        history_r: Tensor | None = None,
+        rebase: bool = True,
+    ) -> Tensor:
+        """Return the flow `[B,Fn,C,h,w]` of `noisy` after clean `history` `[B,Fc,C,h,w]` without a cache (spec 6.1).
+
+        Both are whole chunks, the history may be empty; positions count from the first frame given. w2c `[B,Fc+Fn,4,4]`
+        is taken relative to that frame unless `rebase` is off. history_r defaults to history_timesteps. `window` (latent
+        frames, own chunk and sink included) limits what each chunk sees; None is the whole prefix. Equals a cached rollout
+        until frames leave its window (and after that without cameras only: there, positions shift under the cameras).
+        Raises ValueError as `velocity` and for broken chunks.
+        """
+        batch, past = history.shape[:2]
+        frames = past + noisy.shape[1]
+        if rebase and w2c is not None:
+            w2c = prope.rebase(prope.at_least_float32(w2c))
+        placement = attention.Placement(
+            rotation=self._rotation(range(frames), noisy),
+            camera=self._camera(w2c, intrinsics, (batch, frames)),
+            visibility=visibility.causal_window(
+                past, noisy.shape[1], chunk, self._tokens_per_frame(noisy), window, sink
+            ),
+        )
+        output = self._flow(
+            torch.cat((history, noisy), dim=1),
+            torch.cat((history_timesteps, timesteps), dim=1),
+            prompt_embeds,
+            _joined_times(history_r, history_timesteps, r, timesteps),
+            placement,
+        )
+        return output[:, past:]
+
+    def rollout_state(
+        self,
+        prompt_embeds: Tensor,
+        intrinsics: Tensor | None = None,
+        *,
+        chunk: int,
+        window: int,
+        sink: int = 0,
+    ) -> RolloutState:
+        """Return the state of a cached rollout before its first chunk (spec 5.3).
+
+        prompt_embeds `[B,Lt,D]` and intrinsics `[B,3,3]` hold for the whole rollout. `window` counts latent frames with the
+        chunk being denoised and the `sink` in it. Raises ValueError for a window, sink or chunk that do not fit together.
+        """
+        return RolloutState(prompt_embeds, intrinsics, chunk, window, sink)
+
+    @torch.no_grad()
+    def chunk_velocity(
+        self,
+        state: RolloutState,
+        noisy_chunk: Tensor,
+        timesteps: Tensor,
+        w2c_chunk: Tensor | None = None,
+        *,
+        r: Tensor | None = None,
+        commit: bool = False,
+    ) -> Tensor:
+        """Return the flow `[B,chunk,C,h,w]` of the rollout's next chunk, without gradient.
+
+        The chunk sees the window of committed chunks and itself. timesteps and r: `[B,chunk]`; w2c_chunk `[B,chunk,4,4]`
+        relative to the rollout's first frame, never rebased. With `commit` the chunk's keys and values join the cache and
+        the next call is for the next chunk; without, nothing is written. Raises ValueError for a chunk that does not fit.
+        """
+        batch, frames = noisy_chunk.shape[:2]
+        if frames != state.chunk or batch != len(state.prompt_embeds):
+            raise ValueError(
+                f"chunk of {frames} latent frames in a batch of {batch}; "
+                f"the rollout takes {state.chunk} in a batch of {len(state.prompt_embeds)}"
+            )
+        if state.frames and (state.w2c is None) != (w2c_chunk is None):
+            raise ValueError(f"camera {'missing' if w2c_chunk is None else 'new'} at frame {state.frames}")
+        past, tokens = state.visible, self._tokens_per_frame(noisy_chunk)
+        rotation = self._rotation(range(state.window), noisy_chunk)
+        placement = attention.Placement(
+            rotation=rotation[:, past * tokens : (past + frames) * tokens],
+            camera=self._camera(w2c_chunk, state.intrinsics, (batch, frames)),
+            visibility=visibility.cached_window(past, frames, frames, tokens),
+            rollout=state,
+            window_rotation=rotation[:, : past * tokens],
+            window_camera=None if state.is_placed else self._window_camera(state),
+            commit=commit,
+        )
+        output = self._flow(noisy_chunk, timesteps, state.prompt_embeds, r, placement)
+        state.placed_at = state.frames
+        if commit:
+            state.advance(w2c_chunk)
+        return output
+
+    def _flow(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        prompt_embeds: Tensor,
+        r: Tensor | None,
+        placement: attention.Placement,
+    ) -> Tensor:
+        """Run the transformer on latents `[B,T,C,h,w]` at raw t and r `[B,T]`, placed by `placement`."""
         batch, frames, _, height, width = latents.shape
         _, patch_h, patch_w = self.geometry.patch_size
-        if timesteps.shape != (batch, frames):
-            raise ValueError(
-                f"timesteps {tuple(timesteps.shape)}; expected one per latent frame {(batch, frames)}"
-            )
+        for name, times in (("timesteps", timesteps), ("r", r)):
+            if times is not None and times.shape != (batch, frames):
+                raise ValueError(
+                    f"{name} {tuple(times.shape)}; expected one per latent frame {(batch, frames)}"
+                )
         if height % patch_h or width % patch_w:
             raise ValueError(
                 f"latent size {height}x{width}; expected multiples of the patch {patch_h}x{patch_w}"
             )
-        placement = attention.Placement(
-            rotation=rope.grid_rotations(
-                frames,
-                height // patch_h,
-                width // patch_w,
-                self.transformer.config.attention_head_dim,
-                latents.device,
-            ),
-            camera=self._camera(w2c, intrinsics, (batch, frames)),
-        )
-        token_timesteps = timesteps.repeat_interleave(self.geometry.tokens_per_frame(height, width), dim=1)
+        tokens = self._tokens_per_frame(latents)
+        if r is not None:
+            if not self.anyflow:
+                raise ValueError("r given to a model without a second time; build it with anyflow=True")
+            placement = replace(placement, second_times=r.repeat_interleave(tokens, dim=1))
         with attention.placed(placement):
             output = self.transformer(
                 hidden_states=latents.transpose(1, 2),
-                timestep=token_timesteps,
+                timestep=timesteps.repeat_interleave(tokens, dim=1),
                 encoder_hidden_states=prompt_embeds,
                 return_dict=False,
             )[0]
         return output.transpose(1, 2)
+
+    def _tokens_per_frame(self, latents: Tensor) -> int:
+        return self.geometry.tokens_per_frame(*latents.shape[-2:])
+
+    def _rotation(self, frame_ids: Sequence[int], latents: Tensor) -> Tensor:
+        """Return the rotations of frames at `frame_ids` for latents of this size, device and precision."""
+        _, patch_h, patch_w = self.geometry.patch_size
+        return rope.frame_rotations(
+            frame_ids,
+            latents.shape[-2] // patch_h,
+            latents.shape[-1] // patch_w,
+            self.transformer.config.attention_head_dim,
+            latents.device,
+            torch.float64 if latents.dtype == torch.float64 else torch.float32,
+        )
+
+    def _window_camera(self, state: RolloutState) -> prope.CameraTransforms | None:
+        """Return the transforms of the committed frames the next chunk sees."""
+        if state.w2c is None or not state.visible:
+            return None
+        return self._camera(state.w2c, state.intrinsics, (len(state.prompt_embeds), state.visible))
 
     def _camera(
         self, w2c: Tensor | None, intrinsics: Tensor | None, frames: tuple[int, int]
@@ -152,8 +355,20 @@ class Wan22(nn.Module):
                 f"w2c {tuple(w2c.shape)}; expected one camera per latent frame {(*frames, 4, 4)}"
             )
         return prope.camera_transforms(
-            prope.transform_translation(w2c.float(), self.camera_translation_transform), intrinsics
+            prope.transform_translation(prope.at_least_float32(w2c), self.camera_translation_transform),
+            intrinsics,
         )
+
+
+def _joined_times(
+    first_r: Tensor | None, first_t: Tensor, second_r: Tensor | None, second_t: Tensor
+) -> Tensor | None:
+    """Return r over two joined parts `[B,Ta+Tb]`, each part's t where its r is not given; None if neither is."""
+    if first_r is None and second_r is None:
+        return None
+    return torch.cat(
+        (first_t if first_r is None else first_r, second_t if second_r is None else second_r), dim=1
+    )
 
 
 def geometry_of(architecture: Mapping[str, Any]) -> Geometry:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from solarwm_lib.config.workflow import FolderData
+from solarwm_lib.config.workflow import ExportSpec, FolderData, ImportedAssets, WindowsSpec
 from solarwm_lib.data.pack_options import PackOptions
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -49,6 +49,26 @@ def pack_arguments(spec: FolderData) -> str:
         elif value != getattr(PackOptions, option):
             words += [flag, str(value)]
     return shlex.join(words)
+
+
+def windows_arguments(spec: WindowsSpec, data: str) -> str:
+    """Words after `solarwm data materialize-windows`; `data` is the folder of the data set."""
+    words = ["--data", data, "--profile", spec.profile, "--pixel-frames", str(spec.pixel_frames)]
+    return shlex.join([*words, *(["--fps", str(spec.fps)] if spec.fps is not None else [])])
+
+
+def import_arguments(spec: ImportedAssets, base: str | None) -> str:
+    """Words after `solarwm weights import`; `base` is the folder of the base weights that trained ones belong to."""
+    words = [spec.source]
+    words += ["--architecture", spec.architecture] if spec.architecture else []
+    return shlex.join([*words, *(["--assets", base] if base else [])])
+
+
+def export_arguments(checkpoint: str, spec: ExportSpec) -> str:
+    """Words after `solarwm weights export`."""
+    words = [checkpoint, "--format", spec.form]
+    words += ["--role", spec.role] if spec.role else []
+    return shlex.join([*words, *(["--dtype", spec.dtype] if spec.dtype else [])])
 
 
 def launcher(python: str, processes: int, threads: int) -> str:

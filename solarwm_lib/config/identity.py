@@ -148,18 +148,28 @@ def field_class(key: str, action: str = "train") -> FieldClass:
     return "free"
 
 
+CAUSAL_ONLY = (
+    "model.causal",
+    "validation.variable_rollout_by_source",
+    "validation.min_rollout_latent_frames",
+    "inference.length",
+    "inference.horizon_rounding",
+)
+
+
 def semantic_view(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with only the must-match fields: algorithm, data selection, weights; no paths, cadence or topology."""
     action = str(values.get("action", "train"))
     train = values.get("train")
-    # Chunks and windows have no effect on a bidirectional pass.
+    # Chunks, windows and horizons have no effect on a bidirectional pass.
     bidirectional = isinstance(train, Mapping) and train.get("stage") == "stage0p5"
+    without_effect = CAUSAL_ONLY if bidirectional else ()
 
     def keep(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name, value in section.items():
             key = f"{prefix}{name}"
-            if bidirectional and key == "model.causal":
+            if key in without_effect:
                 continue
             if isinstance(value, Mapping) and value:
                 inner = keep(value, f"{key}.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from solarwm_lib.config import sources
+
 if TYPE_CHECKING:
     from solarwm_lib.graph import Workflow
 
@@ -25,6 +27,7 @@ def of_run(workflow: Workflow, run: str) -> dict[str, Any]:
         **spec.set,
         **_places(workflow, run),
         **stored,
+        **sources.overrides(workflow, run),
     }
 
 
@@ -51,13 +54,15 @@ def of_latents(workflow: Workflow, name: str) -> dict[str, Any]:
 def of_inference(workflow: Workflow, name: str) -> dict[str, Any]:
     """Dotted key -> value for a standalone inference."""
     spec = workflow.config.inference[name]
+    inputs = workflow.inference_inputs(name)
     return {
         "name": name,
         "distributed.world_size": 1,
         **spec.set,
-        **_places(workflow, spec.run),
+        "data.root": _folder(inputs["data"]),
+        "model.base_path": _folder(inputs["assets"]),
         "runtime.output_dir": _folder(workflow.inference_marker(name)),
-        "checkpoint.path": _folder(workflow.inference_checkpoint(name)),
+        "checkpoint.path": _folder(inputs["checkpoint"]),
     }
 
 

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from solarwm_lib.config import sources
 from solarwm_lib.config.architectures import load_architecture
 from solarwm_lib.config.identity import diff, digest, flatten, format_diff, semantic_view
+from solarwm_lib.config.workflow import ImportedAssets
 from solarwm_lib.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def refuse_changed_identities(workflow: Workflow) -> None:
-    """Refuse a config that would give an existing run, validation, inference, data set, generation of latents or base
-    model another identity.
+    """Refuse a config that would give an existing run, validation, inference, export, data set, generation of latents or
+    base model another identity.
 
     Raises ConfigError with a field-by-field diff. Paths, cadence, topology, the step count and further validation passes
     are free.
@@ -39,6 +41,13 @@ def refuse_changed_identities(workflow: Workflow) -> None:
     for name, windows in workflow.config.windows.items():
         marker = Path(workflow.windows_marker(name))
         _check_origin(f"windows.{name}", marker, {f"data {windows.data}": workflow.data_marker(windows.data)})
+    for name, assets in workflow.config.assets.items():
+        if isinstance(assets, ImportedAssets) and assets.base:
+            origins = {f"assets {assets.base}": workflow.assets_marker(assets.base)}
+            _check_origin(f"assets.{name}", Path(workflow.assets_marker(name)), origins)
+    for name, export in workflow.config.exports.items():
+        origins = {f"run {export.run}": workflow.export_checkpoint(name)}
+        _check_origin(f"exports.{name}", Path(workflow.export_marker(name)), origins)
     for name in workflow.config.latents:
         _check_latents(workflow, name)
 
@@ -68,9 +77,11 @@ def _check_run(run: str, resolved: Resolved, run_dir: Path) -> None:
     existing = _read_json(path)
     if digest(semantic_view(existing)) != resolved.semantic_digest:
         differences = diff(semantic_view(existing), semantic_view(resolved.values))
+        # A source without a step follows the last checkpoint of its run, which has moved.
+        moved = any(row.key.endswith("source_step") for row in differences)
         raise ConfigError(
             f"run {run} exists with another identity: {format_diff(differences, oneline=True)}; "
-            f"use a new run name, or remove {run_dir}"
+            f"use a new run name, or remove {run_dir}{', or name the step it started from' if moved else ''}"
         )
 
 
@@ -97,6 +108,8 @@ def _check_inputs(workflow: Workflow, run: str) -> None:
                 f"runs.{run}: {label} ({Path(path).parent}) is not what the run began with, {places.get(wanted) or wanted}; "
                 "use a new run name, or restore it"
             )
+    starts = sources.markers(workflow, run)
+    _check_origin(f"runs.{run}", marker, {f"{role} weights": path for role, path in starts.items()})
 
 
 def _check_latents(workflow: Workflow, name: str) -> None:
@@ -171,7 +184,13 @@ def _check_inference(workflow: Workflow, name: str) -> None:
     marker = Path(workflow.inference_marker(name))
     if not marker.is_file():
         return
-    resolved = workflow.resolved_inference(name)
+    inputs, spec = workflow.inference_inputs(name), workflow.config.inference[name]
+    labels = {
+        "data": f"data {spec.data or ''}".strip(),
+        "checkpoint": f"weights of {spec.run or spec.assets}",
+    }
+    _check_origin(f"inference.{name}", marker, {label: inputs[key] for key, label in labels.items()})
+    resolved = workflow.resolved_inference[name]
     passes = _passes(resolved)
     made = {item["pass"]["name"]: item["pass"] for item in _identity(marker).get("passes", ())}
     changed = _changed_plan(_read_json(marker.parent / "frozen-plan.json"), resolved) or "; ".join(
@@ -211,8 +230,20 @@ def _declared(workflow: Workflow) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name in workflow.config.windows:
         yield workflow.windows_marker(name), f"windows.{name}", json.loads(workflow.windows_spec(name))
     for name, assets in workflow.config.assets.items():
-        spec = {"architecture": load_architecture(assets.architecture), "seed": assets.seed}
+        if isinstance(assets, ImportedAssets):
+            spec: dict[str, Any] = {"architecture": assets.architecture} if assets.architecture else {}
+        else:
+            spec = {"architecture": load_architecture(assets.architecture), "seed": assets.seed}
         yield workflow.assets_marker(name), f"assets.{name}", spec
+    for name in workflow.config.exports:
+        export = json.loads(workflow.export_spec(name))
+        yield workflow.export_marker(name), f"exports.{name}", _export_identity(export)
+
+
+def _export_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an export as its artifact says them; a package holds the roles that there were."""
+    role = {"role": spec["role"]} if spec["role"] else {}
+    return {"format": spec["form"], "dtype": spec["dtype"], **role}
 
 
 def _changed_plan(plan: Mapping[str, Any], resolved: Resolved) -> str:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from solarwm_lib.config import defaults, geometry
+from solarwm_lib.config import defaults, geometry, stage_rules
 from solarwm_lib.config.architectures import architecture_names, load_architecture
-from solarwm_lib.config.routes import FAMILY_ALIASES, Route, route_for
+from solarwm_lib.config.routes import FAMILY_ALIASES, ROUTES, Route, route_for
 from solarwm_lib.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,9 +52,11 @@ def fill(values: Mapping[str, Any]) -> dict[str, Any]:
         family,
         *(train.get(name) for name in ("stage", "causal_mode", "objective", "objective_variant")),
     ]
+    route = None
     if all(isinstance(part, str) or part is None for part in parts):
         key = ":".join(part for part in parts if part)
         _fill_missing(result, defaults.ROUTE.get(key, {}))
+        route = next((found for found in ROUTES if found.key == key), None)
     if isinstance(family, str):
         _fill_missing(result, defaults.FAMILY.get(family, {}))
     if data.get("encoding") == "preencoded" or result.get("action") == "preencode":
@@ -62,6 +64,7 @@ def fill(values: Mapping[str, Any]) -> dict[str, Any]:
     if "text_length" not in model and model.get("architecture") in architecture_names():
         model["text_length"] = load_architecture(model["architecture"])["text"].get("text_length") or 0
     _derive(result, family)
+    _derive_sampler(result, route)
     return result
 
 
@@ -96,6 +99,17 @@ def _derive(result: dict[str, Any], family: Any) -> None:
     for entry in passes if isinstance(passes, list) else ():
         if isinstance(entry, dict) and not entry.get("rollout_latent_frames") and data.get("latent_frames"):
             entry["rollout_latent_frames"] = data["latent_frames"]
+
+
+def _derive_sampler(result: dict[str, Any], route: Route | None) -> None:
+    """Mode and solver of passes that leave them out, where the route has one way to sample."""
+    section = result.get("validation")
+    passes = section.get("passes") if isinstance(section, dict) else None
+    if route is None or len(route.solvers) != 1 or not isinstance(passes, list):
+        return
+    for entry in passes:
+        if isinstance(entry, dict):
+            _fill_missing(entry, dict(zip(("mode", "solver"), route.solvers[0], strict=True)))
 
 
 def _derive_latent_schema(result: dict[str, Any], family: Any) -> None:
@@ -135,8 +149,8 @@ def check(config: RunConfig) -> Route:
                 f"train.optimizer.warmup_steps: found {config.train.optimizer.warmup_steps}, expected at most "
                 f"train.max_steps={config.train.max_steps}; otherwise the peak rate is never reached"
             )
-    _check_stage_blocks(config)
-    _check_checkpoint(config)
+    stage_rules.check_blocks(config)
+    stage_rules.check_checkpoint(config)
     _check_passes(config, route)
     return route
 
@@ -288,70 +302,6 @@ def _other_split(wanted: int, parallel: int, samples: int, micro: int) -> str:
             world, steps = count * parallel, wanted // (count * micro)
             return f"; distributed.world_size={world} with train.gradient_accumulation_steps={steps} keeps {wanted}"
     return ""
-
-
-def _check_stage_blocks(config: RunConfig) -> None:
-    train = config.train
-    for block, needed in (
-        ("anyflow", train.objective == "anyflow_forward_map"),
-        ("self_gradient_forcing", train.stage == "stage2"),
-    ):
-        if getattr(train, block) is not None and not needed:
-            raise ConfigError(f"train.{block}: not used by {train.stage} {train.objective}; remove it")
-    if train.anyflow is not None and train.anyflow.diffusion_ratio + train.anyflow.consistency_ratio > 1:
-        raise ConfigError("train.anyflow: diffusion_ratio + consistency_ratio is above 1; lower one of them")
-    forcing = train.self_gradient_forcing
-    if forcing is not None and forcing.score_min_timestep >= forcing.score_max_timestep:
-        raise ConfigError(
-            f"train.self_gradient_forcing.score_min_timestep: found {forcing.score_min_timestep}, expected less than "
-            f"score_max_timestep={forcing.score_max_timestep}"
-        )
-    if train.stage == "stage2" and train.image_condition_dropout:
-        raise ConfigError(
-            "train.image_condition_dropout: expected 0 in Stage2, which always starts from the image"
-        )
-
-
-def _check_checkpoint(config: RunConfig) -> None:
-    checkpoint = config.checkpoint
-    if config.action == "infer":
-        if not checkpoint.path:
-            raise ConfigError("checkpoint.path: not set; inference needs the checkpoint to sample from")
-        return
-    if checkpoint.mode in ("none", "roles") and checkpoint.path:
-        raise ConfigError(
-            f"checkpoint.path: set, but checkpoint.mode is {checkpoint.mode}, which does not read it; set checkpoint.mode "
-            "to weights_only (new run from these weights) or full_resume (continue that run), or remove the path"
-        )
-    if checkpoint.mode in ("weights_only", "full_resume"):
-        for key in ("path", "source_step"):
-            if not getattr(checkpoint, key):
-                raise ConfigError(
-                    f"checkpoint.{key}: not set, and checkpoint.mode {checkpoint.mode} needs it"
-                )
-    pair = isinstance(checkpoint.weights, list) and len(checkpoint.weights) == 2
-    if checkpoint.mode == "weights_only" and not (pair or isinstance(checkpoint.weights, str)):
-        raise ConfigError(
-            f"checkpoint.weights: found {checkpoint.weights or 'null'}, expected live, ema, or the pair "
-            "[source of live, source of EMA]; checkpoint.mode weights_only needs it"
-        )
-    if config.train.stage == "stage1" and checkpoint.mode == "none":
-        raise ConfigError(
-            "checkpoint.mode: Stage1 starts from Stage0.5 weights; set weights_only and checkpoint.path"
-        )
-    if checkpoint.mode == "roles":
-        roles = checkpoint.initialization
-        absent = [r for r in ("student", "teacher", "critic") if roles is None or getattr(roles, r) is None]
-        if config.train.stage != "stage2":
-            raise ConfigError(f"checkpoint.mode: roles is for stage2, found {config.train.stage}")
-        if absent:
-            raise ConfigError(
-                f"checkpoint.initialization.{absent[0]}: not set; Stage2 needs student, teacher and critic"
-            )
-    elif config.train.stage == "stage2" and checkpoint.mode != "full_resume":
-        raise ConfigError(
-            "checkpoint.mode: Stage2 starts from three roles; set roles and checkpoint.initialization"
-        )
 
 
 def _check_passes(config: RunConfig, route: Route) -> None:

@@ -242,6 +242,12 @@ class AnyFlow(Section):
     diffusion_ratio: float = knob(0.5, "Share of a global batch trained with r = t.", ge=0, le=1)
     consistency_ratio: float = knob(0.25, "Share of a global batch trained with r = 0.", ge=0, le=1)
     guidance_scale: float = knob(3.0, "Guidance fused into the target; 1 turns it off.", gt=0)
+    negative_prompt: str = knob("", "Text the guidance leads away from; empty takes the released one.")
+    negative_embedding: str = knob(
+        "",
+        "Its embedding as a file relative to `model.base_path` (released: `conditioning/wan_negemb_cn.pth`); empty: from the "
+        "text encoder.",
+    )
     weight_type: Literal["gaussian"] = knob("gaussian", "Weight over timesteps.")
 
 
@@ -339,6 +345,16 @@ class Validation(Section):
     max_camera_absolute: float | None = knob(
         20.0, "As in `data`, for the cases; null: no limit.", "camera units", gt=0
     )
+    variable_rollout_by_source: bool = knob(
+        False,
+        "Causal stages: each case is as long as its source allows, at most `rollout_latent_frames` of its passes.",
+    )
+    min_rollout_latent_frames: int = knob(
+        21,
+        "Shortest case with variable_rollout_by_source; a shorter source is an error.",
+        "latent frames",
+        ge=1,
+    )
     passes: list[Pass] = knob([], "What is sampled; empty: no validation.")
 
 
@@ -386,6 +402,14 @@ class Inference(Section):
     source: Literal["validation"] = knob("validation", "Cases are chosen as in validation.")
     length: Literal["fixed", "camera"] = knob(
         "fixed", "fixed: the pass's rollout; camera: as long as the track (Stage2)."
+    )
+    horizon_rounding: Literal["documented", "covering"] = knob(
+        "documented",
+        "Camera length in whole chunks: documented ends inside the track and repeats the last frame, covering goes past its "
+        "end and is trimmed.",
+    )
+    output_layout: Literal["transaction_v1", "dataset_triplet_v1"] | None = knob(
+        None, "dataset_triplet_v1 also publishes by data set and clip; absent: that for camera length only."
     )
     sample_count: int = knob(0, "Cases; if absent `validation.sample_count`.", "clips", ge=0)
 

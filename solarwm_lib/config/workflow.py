@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from solarwm_lib.config.architectures import did_you_mean
 from solarwm_lib.data.pack_options import PackOptions
@@ -14,6 +14,13 @@ from solarwm_lib.runtime.errors import ConfigError
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
+# One name or several, as a list.
+Scale = Annotated[
+    list[str],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else [] if value is None else value),
+    Field(description="files under config/scales, without .yaml, merged over the recipe; later ones win"),
+]
+Role = Literal["live", "ema"]
 
 
 class Strict(BaseModel):
@@ -78,7 +85,7 @@ class LatentsSpec(Strict):
     windows: Name | None = Field(None, description="windows of a data set, in place of `data`")
     assets: Name
     recipe: str = Field(description="preencode recipe: file under config/recipes, without .yaml")
-    scale: str | None = Field(None, description="file under config/scales, without .yaml")
+    scale: Scale = []
     parts: int = Field(1, ge=1, le=1_000_000, description="jobs the rows are dealt to")
     threads: int = Field(1, ge=1, description="CPU threads per job")
     set: dict[str, Any] = Field(default_factory=dict, description="overrides by dotted key")
@@ -96,19 +103,57 @@ class TinyAssets(Strict):
     seed: int = Field(0, ge=0)
 
 
+class ImportedAssets(Strict):
+    """Weights that somebody else made, turned into an artifact by `solarwm weights import`.
+
+    Base weights are named as `assets` of runs and latents. Trained weights name the `base` they belong to; they are the
+    `assets` that a run, a role or an inference starts from.
+    """
+
+    kind: Literal["imported"]
+    source: str = Field(min_length=1, description="file or folder, relative to the working directory")
+    architecture: Name | None = Field(
+        None, description="a file of config/models; default: found from the tensors"
+    )
+    base: Name | None = Field(None, description="base weights that trained weights belong to")
+
+
+class Start(Strict):
+    """Trained weights that a run or a role starts from: a checkpoint of another run, or imported weights."""
+
+    run: Name | None = None
+    assets: Name | None = Field(None, description="imported trained weights, in place of `run`")
+    step: int | None = Field(
+        None, ge=1, description="checkpoint step; default: the last one of the run; imported weights need it"
+    )
+    weights: Role | Annotated[list[Role], Field(min_length=2, max_length=2)] | None = Field(
+        None,
+        description="which of its weights; default: those of the recipe. Stage0.5 takes also a pair, [source of the live "
+        "weights, source of the average]",
+    )
+
+
+class Roles(Strict):
+    """The roles of Stage2: a student of Stage1, a frozen teacher and a trained critic of Stage0.5."""
+
+    student: Start
+    teacher: Start
+    critic: Start | None = Field(None, description="default: the weights of the teacher, as in the release")
+
+
 class RunSpec(Strict):
     """One training run: a recipe, its overlays and how far it goes."""
 
     recipe: str = Field(description="file under config/recipes, without .yaml")
-    scale: str | None = Field(
-        None, description="file under config/scales, without .yaml, merged over the recipe"
-    )
+    scale: Scale = []
     data: Name
     latents: Name | None = Field(
         None,
         description="train from this generation; `data` stays the clips that are validated. Default: encode online",
     )
     assets: Name
+    initial: Start | None = Field(None, description="weights it starts from; default: those of `assets`")
+    roles: Roles | None = Field(None, description="weights of the three roles of a Stage2 run")
     steps: int = Field(
         ge=1,
         le=999_999,
@@ -122,14 +167,34 @@ class RunSpec(Strict):
 
 
 class InferenceSpec(Strict):
-    """Standalone inference from a checkpoint of a run."""
+    """Standalone inference from a checkpoint of a run, or from imported trained weights."""
+
+    run: Name | None = None
+    step: int | None = Field(None, description="checkpoint step; default: the last one of the run")
+    assets: Name | None = Field(None, description="imported trained weights, in place of `run`")
+    data: Name | None = Field(None, description="data set of the cases; default: that of the run")
+    recipe: str
+    scale: Scale = []
+    threads: int = Field(1, ge=1)
+    set: dict[str, Any] = Field(default_factory=dict)
+
+
+class ExportSpec(Strict):
+    """A checkpoint's weights, written for other programs by `solarwm weights export`."""
 
     run: Name
     step: int | None = Field(None, description="checkpoint step; default: the last one")
-    recipe: str
-    scale: str | None = None
-    threads: int = Field(1, ge=1)
-    set: dict[str, Any] = Field(default_factory=dict)
+    form: Literal["diffusers", "official", "released"] = Field(description="layout and key names")
+    weights: Role | None = Field(
+        None, description="which weights, default ema; a released package holds both and takes none"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="cast to this type; default: as stored"
+    )
+
+    @property
+    def role(self) -> str | None:
+        return None if self.form == "released" else self.weights or "ema"
 
 
 class Side(Strict):
@@ -148,10 +213,11 @@ class WorkflowConfig(Strict):
     title: str = "SolarWM results"
     data: dict[Name, Annotated[SyntheticData | FolderData | PublishedData, Field(discriminator="kind")]]
     windows: dict[Name, WindowsSpec] = Field(default_factory=dict)
-    assets: dict[Name, TinyAssets]
+    assets: dict[Name, Annotated[TinyAssets | ImportedAssets, Field(discriminator="kind")]]
     latents: dict[Name, LatentsSpec] = Field(default_factory=dict)
     runs: dict[Name, RunSpec]
     inference: dict[Name, InferenceSpec] = Field(default_factory=dict)
+    exports: dict[Name, ExportSpec] = Field(default_factory=dict)
     comparisons: dict[Name, list[Side]] = Field(default_factory=dict)
 
 
@@ -183,9 +249,13 @@ _MODELS = (
     PublishedData,
     WindowsSpec,
     TinyAssets,
+    ImportedAssets,
     LatentsSpec,
+    Start,
+    Roles,
     RunSpec,
     InferenceSpec,
+    ExportSpec,
     Side,
     WorkflowConfig,
 )

@@ -327,7 +327,7 @@ def case_frames(passes: Sequence[PassResult], case: Case) -> Any:
             continue
         generated, frames = decode(path), frame_table(result, manifest)
         bad = frozenset(np.flatnonzero(frames["finite_fraction"] < 1).tolist())
-        above.append(Panel(title, generated, score_notes(frames["psnr"], frames["ssim"]), bad))
+        above.append(Panel(title, generated, score_notes(frames["psnr"], frames["ssim"], len(truth)), bad))
         margin = frames["psnr"] - frames["repeat_first_frame_psnr"]
         notes = [
             f"{v:+.2f} dB over first frame held" if i and math.isfinite(v) else ""
@@ -340,7 +340,7 @@ def case_frames(passes: Sequence[PassResult], case: Case) -> Any:
 def _baseline_notes(passes: Sequence[PassResult], case: Case) -> list[str]:
     result = next(r for r in passes if case in r.slots and r.member(r.slots[case], "frames.csv"))
     values = frame_table(result, result.slots[case])["repeat_first_frame_psnr"]
-    return [f"PSNR {v:.2f} dB" if i else "" for i, v in enumerate(values)]
+    return [f"PSNR {v:.2f} dB" if i and math.isfinite(v) else "" for i, v in enumerate(values)]
 
 
 def frame_table(result: PassResult, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -394,7 +394,9 @@ def _curve(axes: Any, curves: Sequence[np.ndarray], label: str, style: str, **lo
     padded = np.full((len(curves), length), np.nan)
     for row, curve in zip(padded, curves, strict=True):
         row[: len(curve)] = curve
-    axes.plot(np.arange(1, length), np.nanmean(padded[:, 1:], axis=0), style, label=label, **look)
+    # Frames behind the ground truth have no score in any curve.
+    scored = 1 + np.flatnonzero(np.isfinite(padded[:, 1:]).any(axis=0))
+    axes.plot(scored, np.nanmean(padded[:, scored], axis=0), style, label=label, **look)
 
 
 def _case_manifest(passes: Sequence[PassResult], case: Case, number: int) -> dict[str, Any]:

@@ -9,16 +9,19 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
 from solarwm_lib import artifacts
+from solarwm_lib.config.geometry import pixel_frames
 from solarwm_lib.data.dataset import read_dataset
+from solarwm_lib.inference.contract import check_contract
 from solarwm_lib.inference.generate import (
+    Causal,
     Request,
     Sampling,
     decode,
@@ -28,10 +31,9 @@ from solarwm_lib.inference.generate import (
 )
 from solarwm_lib.inference.latents import LatentStore, slot_name
 from solarwm_lib.inference.plan import check_plan
-from solarwm_lib.inference.slots import METRIC_COLUMNS, Slot, csv_text, measure, members_of
+from solarwm_lib.inference.slots import METRIC_COLUMNS, Slot, csv_text, measure_frames, members_of
 from solarwm_lib.runtime.errors import (
     ConfigError,
-    DataError,
     NonFiniteError,
     Preempted,
     SolarError,
@@ -44,47 +46,29 @@ if TYPE_CHECKING:
 
     from solarwm_lib.backbones.codec import Codec
     from solarwm_lib.config.load import Resolved
-    from solarwm_lib.data.dataset import Sample
+    from solarwm_lib.inference.cases import Cases
     from solarwm_lib.training.topology import Topology
 
 CHECKPOINT_SCHEMA = "solarwm.checkpoint.v1"
 SUMMARY_SCHEMA = "solarwm.validation-summary.v1"
 KEPT_FAILURES = 8
 COMPLETE, PARTIAL, FAILED = "complete", "partial", "failed"
-# A checkpoint and the run that samples it must agree on each of these (pain D7, F5).
-CONTRACT = (
-    "model.family",
-    "model.architecture",
-    "model.timestep_shift",
-    "model.camera_attention_mode",
-    "model.camera_translation_transform",
-    "model.camera_intrinsics_mode",
-    "model.text_length",
-    "data.pixel_frames",
-    "data.height",
-    "data.width",
-    "data.fps",
-    "train.stage",
-    "train.causal_mode",
-    "train.objective",
-)
-
-
-class Clips(Protocol):
-    """The part of `RawClips` that evaluation uses."""
-
-    def case(self, row_ordinal: int, start_frame: int) -> Sample: ...
+Public = Callable[[Slot, "Cases", np.ndarray], dict[str, bytes]]
 
 
 @dataclass(frozen=True)
 class PassRun:
-    """A pass of a checkpoint over a plan; `chosen` restricts it to some slots, the others are skipped."""
+    """A pass of a checkpoint over a plan; `chosen` restricts it to some slots, the others are skipped.
+
+    `public` makes further files of a slot's frames, by their path in the artifact.
+    """
 
     resolved: Resolved
     plan: dict[str, Any]
     settings: Any
     checkpoint: artifacts.Artifact
     chosen: frozenset[int] | None = None
+    public: Public | None = None
 
     @property
     def config(self) -> Any:
@@ -92,12 +76,13 @@ class PassRun:
 
     @property
     def sampling(self) -> Sampling:
-        """The pass's sampling; ConfigError when its length is not that of the plan's cases."""
+        """The pass's sampling; ConfigError when a bidirectional pass is to have another length than the plan's cases."""
         wanted, have = (
             self.settings.rollout_latent_frames or self.plan["latent_frames"],
             self.plan["latent_frames"],
         )
-        if wanted != have:
+        bidirectional = self.settings.mode == "bidirectional"
+        if bidirectional and wanted != have:
             raise ConfigError(
                 f"validation.passes {self.settings.name!r}: rollout_latent_frames is {wanted}, a bidirectional pass "
                 f"generates the {have} latent frames of its cases; leave it out or change data.pixel_frames"
@@ -107,8 +92,18 @@ class PassRun:
             self.settings.solver,
             self.settings.num_inference_steps,
             self.config.model.timestep_shift,
-            have,
+            wanted,
+            None if bidirectional else causal_of(self.config),
         )
+
+    def latent_frames(self, case: Mapping[str, Any]) -> int:
+        """How many latent frames of a case are generated: its own horizon, else that of the pass."""
+        return case.get("latent_frames") or self.sampling.latent_frames
+
+    def shown_frames(self, case: Mapping[str, Any]) -> int:
+        """How many pixel frames of them are kept: all, or as many as a camera-length case publishes."""
+        frames = pixel_frames(self.config.model.family, self.latent_frames(case))
+        return min(frames, case.get("published_frames", frames))
 
     @property
     def weights_id(self) -> str:
@@ -128,8 +123,9 @@ class PassRun:
             "checkpoint_digest": self.checkpoint.digest,
             "pass": {**self.settings.model_dump(), "rollout_latent_frames": self.sampling.latent_frames},
             "timestep_shift": self.config.model.timestep_shift,
-            "timesteps": self.sampling.grid()[0],
+            "timesteps": self.sampling.timesteps(),
             "camera_translation_transform": self.config.model.camera_translation_transform,
+            **({} if self.sampling.causal is None else {"causal": asdict(self.sampling.causal)}),
             **({} if self.chosen is None else {"slots": sorted(self.chosen)}),
         }
 
@@ -157,15 +153,37 @@ def prepare(
     Raises ConfigError when plan, checkpoint and configuration do not belong together, ArtifactError for a checkpoint
     that is not one.
     """
+    if not resolved.route.runs:
+        raise ConfigError(
+            f"route {resolved.route.key} cannot be sampled by this version, only its configurations are checked; see "
+            "`solarwm config routes`"
+        )
     chosen = None if slots is None else frozenset(slots)
     run = PassRun(resolved, plan, settings, artifacts.read(checkpoint, CHECKPOINT_SCHEMA), chosen)
     data = resolved.config.data
     read_dataset(data.root, shards_elsewhere=bool(data.transport.root))
     check_plan(plan, resolved)
     check_contract(run.checkpoint, resolved)
-    run.sampling.grid()
+    run.sampling.timesteps()
     run.donor(0)
     return run
+
+
+def causal_of(config: Any) -> Causal:
+    """Return chunk and windows of a causal configuration, and the steps of its student; ConfigError for a noisy context."""
+    causal, forcing = config.model.causal, config.train.self_gradient_forcing
+    if forcing is not None and forcing.context_timestep != 0:
+        raise ConfigError(
+            f"train.self_gradient_forcing.context_timestep is {forcing.context_timestep}: this version samples with a clean "
+            "context only; set 0"
+        )
+    return Causal(
+        causal.chunk_latent_frames,
+        causal.max_prior_clean_chunks,
+        causal.local_attention_latent_frames,
+        causal.sink_latent_frames,
+        () if forcing is None else tuple(forcing.denoising_timesteps),
+    )
 
 
 def find_pass(config: Any, name: str) -> Any:
@@ -176,38 +194,8 @@ def find_pass(config: Any, name: str) -> Any:
     return found[name]
 
 
-def check_contract(checkpoint: artifacts.Artifact, resolved: Resolved) -> None:
-    """Raise ConfigError, naming both sides, if the weights were trained for something else than `resolved` says."""
-    from solarwm_lib.training.checkpoint import read_state
-
-    trained = read_state(checkpoint).run["config"]
-    for key in CONTRACT:
-        there, here = lookup(trained, key), lookup(resolved.values, key)
-        if there != here:
-            raise ConfigError(
-                f"{key}: checkpoint {checkpoint.path.name} was trained with {there!r}, this configuration says {here!r}; "
-                f"set {key} to {there!r} or choose another checkpoint"
-            )
-    base = artifacts.read(resolved.config.model.base_path)
-    if checkpoint.identity["assets"] != base.digest:
-        raise ConfigError(
-            f"model.base_path: checkpoint {checkpoint.path.name} was trained on base weights "
-            f"{checkpoint.identity['assets'][:16]}, {base.path} holds {base.digest[:16]}; codec and text encoder must be "
-            "those of training"
-        )
-
-
-def lookup(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, None if there is none."""
-    for part in key.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return None
-        values = values[part]
-    return values
-
-
 def run_pass(
-    run: PassRun, clips: Clips, latents_dir: Path, topology: Topology, device: torch.device
+    run: PassRun, clips: Cases, latents_dir: Path, topology: Topology, device: torch.device
 ) -> Iterator[list[Slot]]:
     """Yield finished slots, one wave (a slot per rank) at a time; every rank sees all of them.
 
@@ -229,7 +217,7 @@ def run_pass(
 
 def _sample(
     run: PassRun,
-    clips: Clips,
+    clips: Cases,
     mine: Mapping[int, Slot],
     latents_dir: Path,
     topology: Topology,
@@ -244,7 +232,11 @@ def _sample(
     todo = [request for request in requests if request is not None and request.slot not in available]
     models = load_models(run.config, run.checkpoint.path, run.settings.weights, run.weights_id, device)
     with _progress(run, topology, len(todo), "sampling") as bar:
-        for request, outcome, seconds in sample_all(models, todo, run.sampling):
+
+        def on_chunk(done: int, chunks: int) -> None:
+            bar.set_postfix_str(f"chunk {done}/{chunks}")
+
+        for request, outcome, seconds in sample_all(models, todo, run.sampling, on_chunk=on_chunk):
             slot = mine[request.slot]
             slot.timings["sample"] = seconds
             slot.facts["numerics"] = models.numerics()
@@ -263,49 +255,48 @@ def _progress(run: PassRun, topology: Topology, total: int, phase: str) -> tqdm:
     return tqdm(total=total, desc=f"{phase} {run.settings.name}", unit="slot", disable=shown)
 
 
-def request_of(run: PassRun, clips: Clips, slot: Slot) -> Request:
+def request_of(run: PassRun, clips: Cases, slot: Slot) -> Request:
     """Materialise a case; DataError if the data no longer are what the plan froze."""
     begun = time.perf_counter()
     case, donor = slot.case, run.donor(slot.case["slot"])
-    sample = _materialise(clips, case)
-    other = sample if donor is case else _materialise(clips, donor)
+    frames = run.latent_frames(case)
+    read = clips.read(case, frames)
+    other = read if donor is case else clips.read(donor, frames)
     slot.facts["camera"] = {"slot": donor["slot"], "sample_id": donor["sample_id"]}
+    if other.camera_frames < frames:
+        slot.facts["camera"]["repeated_from_latent"] = other.camera_frames
+    if frames != run.plan["latent_frames"]:
+        shown = run.shown_frames(case)
+        slot.facts |= {"latent_frames": frames, "pixel_frames": shown}
     slot.timings["prepare"] = time.perf_counter() - begun
     return Request(
         slot=case["slot"],
         prompt=case["prompt"],
-        first_frame=sample.frames[0].copy(),
+        first_frame=read.first_frame.copy(),
         w2c=other.w2c,
         intrinsics=other.intrinsics,
         noise_key=(case["noise_seed"], case["sample_id"], case["occurrence"]),
+        latent_frames=frames,
     )
 
 
-def _materialise(clips: Clips, case: Mapping[str, Any]) -> Sample:
-    sample = clips.case(case["row_ordinal"], case["start_frame"])
-    found = {"sample_id": sample.sample_id, "prompt": sample.caption, "start_frame": sample.start_frame}
-    for name, value in found.items():
-        if value != case[name]:
-            raise DataError(
-                f"slot {case['slot']}: {name} is {value!r}, the frozen plan says {case[name]!r}; the test index changed "
-                "after the plan was frozen"
-            )
-    return sample
-
-
 def _finish(
-    slot: Slot, run: PassRun, clips: Clips, codec: Codec, device: torch.device, latents: torch.Tensor
+    slot: Slot, run: PassRun, clips: Cases, codec: Codec, device: torch.device, latents: torch.Tensor
 ) -> None:
     slot.facts["latents"] = latent_statistics(latents)
-    truth = _materialise(clips, slot.case).frames
+    shown = run.shown_frames(slot.case)
+    truth = clips.truth(slot.case, shown)
     begun = time.perf_counter()
-    pixels, complaint = decode(codec, latents, len(truth), device)
+    clip = decode(codec, latents, shown, device)
     slot.timings["decode"] = time.perf_counter() - begun
-    if complaint:
-        slot.fail(NonFiniteError(complaint))
+    if clip.complaint:
+        slot.fail(NonFiniteError(clip.complaint))
     begun = time.perf_counter()
-    measure(slot, truth, pixels, reconstruct(codec, truth, device), run.plan["fps"], run.title)
+    ceiling = reconstruct(codec, truth, device)
+    measure_frames(slot, truth, clip.frames, clip.statistics, ceiling, run.plan["fps"], run.title)
     slot.timings["measure"] = time.perf_counter() - begun
+    if run.public is not None and slot.status == "ok":
+        slot.public = run.public(slot, clips, clip.frames)
 
 
 def latent_statistics(latents: torch.Tensor) -> dict[str, Any]:
@@ -380,12 +371,12 @@ class PassWriter:
         """Write one finished slot and forget its files."""
         directory = f"{self.prefix}{slot_name(slot.case['slot'])}"
         files = members_of(directory, slot, self.shared())
-        for member, data in files.items():
+        for member, data in {**files, **slot.public}.items():
             self.write(member, data)
         if slot.failure and sum(bool(other.failure) for other in self.slots) < KEPT_FAILURES:
             self.evidence |= files
         self.manifests.append(slot.manifest(self.shared()))
-        slot.members = {}
+        slot.members, slot.public = {}, {}
         self.slots.append(slot)
 
     def finish(self) -> dict[str, Any]:

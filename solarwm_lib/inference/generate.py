@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from solarwm_lib.inference.samplers import sample_unipc, unipc_grid
+from solarwm_lib.inference.metrics import PixelStatistics, pixel_statistics, to_uint8
+from solarwm_lib.inference.samplers import sample_flowmap, sample_unipc, unipc_grid
 from solarwm_lib.runtime import keyed
 from solarwm_lib.runtime.errors import ConfigError, NonFiniteError, Preempted
 
@@ -22,38 +24,99 @@ if TYPE_CHECKING:
     import torch
 
     from solarwm_lib.backbones.codec import Codec
-    from solarwm_lib.backbones.protocol import Backbone
+    from solarwm_lib.backbones.protocol import CausalBackbone
     from solarwm_lib.backbones.text import TextEncoder
+    from solarwm_lib.inference.rollout import OnChunk
+    from solarwm_lib.objectives.self_gradient_forcing import Conditions, Recipe
 
 SLOTS_PER_BATCH = 16
 TOKENS_PER_BATCH = 16384
+SOLVERS = (
+    ("bidirectional", "unipc"),
+    ("autoregressive", "unipc"),
+    ("autoregressive", "flowmap"),
+    ("autoregressive", "self_forcing"),
+)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a pass turns noise into latents: everything, beside weights and case, that the result depends on."""
+    """How a pass turns noise into latents: everything, beside weights and case, that the result depends on.
+
+    `latent_frames` is the horizon of a request that has none of its own. `causal` belongs to the autoregressive solvers.
+    """
 
     mode: str
     solver: str
     num_inference_steps: int
     timestep_shift: float
     latent_frames: int
+    causal: Causal | None = None
 
-    def grid(self) -> tuple[list[int], list[float]]:
-        """Return (timesteps, sigmas) of the solver; ConfigError for a solver of a later stage."""
-        if (self.mode, self.solver) != ("bidirectional", "unipc"):
+    def timesteps(self) -> list[float]:
+        """Return the raw timesteps of the steps; ConfigError for a solver of another stage or an impossible grid."""
+        if (self.mode, self.solver) not in SOLVERS:
+            expected = " or ".join(f"{mode!r} with {solver!r}" for mode, solver in SOLVERS)
             raise ConfigError(
-                f"mode {self.mode!r} with solver {self.solver!r} is not a way to sample a stage0p5 model, expected "
-                "'bidirectional' with 'unipc': change validation.passes"
+                f"mode {self.mode!r} with solver {self.solver!r} is not a way to sample a Wan model, expected {expected}: "
+                "change validation.passes"
             )
-        return unipc_grid(self.num_inference_steps, self.timestep_shift)
+        if self.solver == "unipc":
+            return list(unipc_grid(self.num_inference_steps, self.timestep_shift)[0])
+        if self.solver == "flowmap":
+            return [t for t, _ in self.pairs()]
+        return list(self.recipe().timesteps)
+
+    def pairs(self) -> list[tuple[float, float]]:
+        """Return the flow map's raw pairs (t, r)."""
+        from solarwm_lib.objectives.anyflow import sampling_pairs
+
+        return sampling_pairs(self.num_inference_steps, self.timestep_shift)
+
+    def recipe(self) -> Recipe:
+        """Return table, steps and window of a few-step student; ConfigError unless the steps are those it is trained for."""
+        from solarwm_lib.objectives.noise import schedule
+        from solarwm_lib.objectives.self_gradient_forcing import Recipe, denoising_timesteps
+
+        assert self.causal is not None
+        table = schedule(self.timestep_shift)
+        steps = denoising_timesteps(self.causal.denoising_labels, table)
+        if len(steps) != self.num_inference_steps:
+            raise ConfigError(
+                f"num_inference_steps is {self.num_inference_steps}, the student is trained for {len(steps)} steps "
+                f"({', '.join(map(str, self.causal.denoising_labels))}): change it in validation.passes"
+            )
+        return Recipe(table, steps, self.causal.chunk, self.causal.window, self.causal.sink)
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Chunk and windows of autoregressive sampling in latent frames, and the step labels of a Stage2 student.
+
+    Stage1 sees `prior_chunks` clean chunks before its own; Stage2 `window` frames, its own chunk among them.
+    """
+
+    chunk: int
+    prior_chunks: int
+    window: int
+    sink: int = 0
+    denoising_labels: tuple[int, ...] = ()
+
+    def visible(self, solver: str) -> int:
+        """Return the most latent frames one forward holds."""
+        before = (
+            self.window - self.chunk
+            if solver == "self_forcing"
+            else self.sink + self.prior_chunks * self.chunk
+        )
+        return before + self.chunk
 
 
 @dataclass
 class Models:
     """Loaded networks and where they run. `weights_id` names the checkpoint and the role its weights have."""
 
-    backbone: Backbone
+    backbone: CausalBackbone
     codec: Codec
     text: TextEncoder
     weights_id: str
@@ -71,7 +134,7 @@ class Request:
     """What one slot is generated from: nothing of the ground truth beyond its first frame.
 
     first_frame: uint8 [H,W,3]. w2c: float32 [T,4,4], relative to the first frame. intrinsics: [3,3], divided by the
-    image size. noise_key: the parts that key the initial noise.
+    image size. noise_key: the parts that key the initial noise. latent_frames: T, 0 for the horizon of the pass.
     """
 
     slot: int
@@ -80,23 +143,41 @@ class Request:
     w2c: np.ndarray
     intrinsics: np.ndarray
     noise_key: tuple[str | int, ...]
+    latent_frames: int = 0
+
+    def horizon(self, sampling: Sampling) -> int:
+        """Return how many latent frames are generated."""
+        return self.latent_frames or sampling.latent_frames
 
 
 def initial_noise(shape: Sequence[int], noise_key: Sequence[str | int]) -> np.ndarray:
-    """Return float32 noise `[T,C,h,w]` of a case: the same in every batch, pass, process and on every device."""
+    """Return float32 noise `[T,C,h,w]` of a case: the same in every batch, pass, process and on every device.
+
+    A longer horizon begins with the noise of a shorter one.
+    """
     return keyed.normal(tuple(shape), "validation-noise", *noise_key)
 
 
-def sample_latents(models: Models, requests: Sequence[Request], sampling: Sampling) -> torch.Tensor:
-    """Return float32 latents `[B,T,C,h,w]` on the CPU for `requests`, sampled as one batch."""
+def step_noise(shape: Sequence[int], noise_key: Sequence[str | int], steps: int) -> np.ndarray:
+    """Return float32 noise `[steps-1,T,C,h,w]` that follows each step of a few-step student but the last."""
+    draws = [keyed.normal(tuple(shape), "validation-renoise", step, *noise_key) for step in range(steps - 1)]
+    return np.stack(draws) if draws else np.empty((0, *shape), np.float32)
+
+
+def sample_latents(
+    models: Models, requests: Sequence[Request], sampling: Sampling, on_chunk: OnChunk | None = None
+) -> torch.Tensor:
+    """Return float32 latents `[B,T,C,h,w]` on the CPU for `requests` of one horizon, sampled as one batch."""
     import torch
 
-    timesteps, sigmas = sampling.grid()
+    from solarwm_lib.objectives.self_gradient_forcing import Conditions
+
+    sampling.timesteps()
     with torch.inference_mode():
         # One at a time: a kernel may round differently for another batch, and these must equal training's.
         firsts = (to_video(request.first_frame[None, None]).to(models.device) for request in requests)
         anchor = torch.cat([models.codec.encode(first) for first in firsts])
-        shape = (sampling.latent_frames, *anchor.shape[2:])
+        shape = (requests[0].horizon(sampling), *anchor.shape[2:])
         noise = torch.from_numpy(np.stack([initial_noise(shape, r.noise_key) for r in requests])).to(
             models.device
         )
@@ -105,6 +186,9 @@ def sample_latents(models: Models, requests: Sequence[Request], sampling: Sampli
         intrinsics = torch.from_numpy(np.stack([request.intrinsics for request in requests])).to(
             models.device
         )
+        if sampling.mode == "autoregressive":
+            conditions = Conditions(prompts, w2c, intrinsics)
+            return _autoregressive(models, requests, sampling, noise, anchor, conditions, on_chunk)
         dtype = next(models.backbone.transformer.parameters()).dtype
 
         def velocity(latents: torch.Tensor, frame_timesteps: torch.Tensor) -> torch.Tensor:
@@ -112,35 +196,102 @@ def sample_latents(models: Models, requests: Sequence[Request], sampling: Sampli
                 latents.to(dtype), frame_timesteps, prompts.to(dtype), w2c, intrinsics
             )
 
-        return sample_unipc(velocity, noise, timesteps, sigmas, anchor).float().cpu()
+        grid = unipc_grid(sampling.num_inference_steps, sampling.timestep_shift)
+        return sample_unipc(velocity, noise, *grid, anchor).float().cpu()
+
+
+def _autoregressive(
+    models: Models,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    noise: torch.Tensor,
+    anchor: torch.Tensor,
+    conditions: Conditions,
+    on_chunk: OnChunk | None,
+) -> torch.Tensor:
+    """Return float32 latents `[B,T,C,h,w]` on the CPU, generated chunk by chunk after `anchor` `[B,1,C,h,w]`."""
+    import torch
+
+    from solarwm_lib.inference.rollout import roll_out_cached, roll_out_windows
+
+    causal, frames = sampling.causal, noise.shape[1]
+    if causal is None:
+        raise ValueError("autoregressive sampling needs Sampling.causal")
+    if conditions.w2c is not None and conditions.w2c.shape[1] != frames:
+        raise ValueError(
+            f"w2c has {conditions.w2c.shape[1]} cameras, expected one per latent frame: {frames}"
+        )
+    anchor = anchor.float()
+    if sampling.solver == "self_forcing":
+        recipe = sampling.recipe()
+        steps = [step_noise(noise.shape[1:], r.noise_key, len(recipe.timesteps)) for r in requests]
+        renoise = torch.from_numpy(np.stack(steps, axis=1)).to(noise).unbind()
+        latents = roll_out_cached(
+            models.backbone, noise, renoise, anchor, conditions, recipe, on_chunk=on_chunk
+        )
+        return latents.float().cpu()
+
+    def solve(velocity: Any, noise: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+        if sampling.solver == "flowmap":
+            return sample_flowmap(velocity, noise, sampling.pairs(), anchor)
+        grid = unipc_grid(sampling.num_inference_steps, sampling.timestep_shift)
+        return sample_unipc(velocity, noise, *grid, anchor)
+
+    latents = roll_out_windows(
+        models.backbone,
+        noise,
+        anchor,
+        conditions,
+        solve,
+        chunk=causal.chunk,
+        prior_chunks=causal.prior_chunks,
+        sink=causal.sink,
+        on_chunk=on_chunk,
+    )
+    return latents.float().cpu()
 
 
 def batch_size_of(models: Models, first: Request, sampling: Sampling) -> int:
     """Return how many slots are sampled together: 16 tiny clips, one at 480p; a function of geometry alone."""
     geometry, (height, width, _) = models.backbone.geometry, first.first_frame.shape
     per_frame = geometry.tokens_per_frame(height // geometry.spatial_stride, width // geometry.spatial_stride)
-    return max(1, min(SLOTS_PER_BATCH, TOKENS_PER_BATCH // (per_frame * sampling.latent_frames)))
+    frames = first.horizon(sampling)
+    if sampling.causal is not None:
+        frames = min(frames, sampling.causal.visible(sampling.solver))
+    return max(1, min(SLOTS_PER_BATCH, TOKENS_PER_BATCH // (per_frame * frames)))
+
+
+def batches_of(
+    models: Models, requests: Sequence[Request], sampling: Sampling, batch_size: int | None = None
+) -> Iterator[list[Request]]:
+    """Yield what is sampled together: neighbours of one horizon, `batch_size_of` at most unless a size is given."""
+    for _, group in groupby(requests, lambda request: request.horizon(sampling)):
+        alike = list(group)
+        size = batch_size or batch_size_of(models, alike[0], sampling)
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
 def sample_all(
-    models: Models, requests: Sequence[Request], sampling: Sampling, batch_size: int | None = None
+    models: Models,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    batch_size: int | None = None,
+    on_chunk: OnChunk | None = None,
 ) -> Iterator[tuple[Request, torch.Tensor | Exception, float]]:
     """Yield (request, its latents `[T,C,h,w]` or what went wrong, seconds), in batches of slot order.
 
     The batch size is `batch_size_of` by default. A batch that fails is sampled again slot by slot, so one slot does
-    not cost the others.
+    not cost the others. `on_chunk(done, chunks)` is told the progress of autoregressive sampling.
     """
-    size = batch_size or (batch_size_of(models, requests[0], sampling) if requests else 1)
-    for start in range(0, len(requests), size):
-        batch = requests[start : start + size]
+    for batch in batches_of(models, requests, sampling, batch_size):
         begun = time.perf_counter()
         try:
-            latents = sample_latents(models, batch, sampling)
+            latents = sample_latents(models, batch, sampling, on_chunk)
         except Preempted:
             raise
         except Exception as error:
             if len(batch) > 1:
-                yield from sample_all(models, batch, sampling, batch_size=1)
+                yield from sample_all(models, batch, sampling, 1, on_chunk)
             else:
                 yield batch[0], error, time.perf_counter() - begun
             continue
@@ -148,10 +299,17 @@ def sample_all(
         yield from ((request, row, seconds) for request, row in zip(batch, latents, strict=True))
 
 
-def decode(
-    codec: Codec, latents: torch.Tensor, pixel_frames: int, device: Any = "cpu"
-) -> tuple[np.ndarray, str | None]:
-    """Return (float32 pixels `[F,H,W,3]` in [-1,1], complaint) of one clip's latents `[T,C,h,w]`.
+@dataclass(frozen=True)
+class Decoded:
+    """A decoded clip: uint8 `frames` [F,H,W,3], `statistics` of the pixels before rounding, what is wrong with it if anything."""
+
+    frames: np.ndarray
+    statistics: PixelStatistics
+    complaint: str | None = None
+
+
+def decode(codec: Codec, latents: torch.Tensor, pixel_frames: int, device: Any = "cpu") -> Decoded:
+    """Decode `pixel_frames` frames of one clip's latents `[T,C,h,w]`; long clips tile by tile (`Codec.decode_tiles`).
 
     Latents that are not finite from some frame on are decoded up to it and continued with NaN, so the damage can be
     seen; the complaint then names the first bad latent frame.
@@ -160,21 +318,41 @@ def decode(
 
     finite = torch.isfinite(latents).flatten(1).all(dim=1)
     good = int(finite.long().cumprod(0).sum())
-    if good == len(latents):
-        return to_pixels(codec.decode(latents[None].to(device)))[0], None
-    complaint = f"latent frame {good} of {len(latents)} holds NaN or infinite values after sampling"
-    if good == 0:
-        raise NonFiniteError(complaint)
-    pixels = to_pixels(codec.decode(latents[None, :good].to(device)))[0]
-    missing = np.full((pixel_frames - len(pixels), *pixels.shape[1:]), np.nan, np.float32)
-    return np.concatenate([pixels, missing]), complaint
+    complaint = None
+    if good < len(latents):
+        complaint = f"latent frame {good} of {len(latents)} holds NaN or infinite values after sampling"
+        if good == 0:
+            raise NonFiniteError(complaint)
+    frames: list[np.ndarray] = []
+    statistics: list[PixelStatistics] = []
+    left = pixel_frames
+    for tile in codec.decode_tiles(latents[None, :good].to(device)):
+        pixels = to_pixels(tile)[0][:left]
+        frames.append(to_uint8(pixels))
+        statistics.append(pixel_statistics(pixels))
+        left -= len(pixels)
+        if not left:
+            break
+    if left:
+        missing = np.full((left, *frames[0].shape[1:]), np.nan, np.float32)
+        frames.append(to_uint8(missing))
+        statistics.append(pixel_statistics(missing))
+    columns = (
+        np.concatenate([getattr(part, f.name) for part in statistics]) for f in fields(PixelStatistics)
+    )
+    return Decoded(np.concatenate(frames), PixelStatistics(*columns), complaint)
 
 
 def reconstruct(codec: Codec, frames: np.ndarray, device: Any = "cpu") -> np.ndarray:
-    """Return uint8 `[F,H,W,3]`: `frames` through the codec and back, the best a model in its latents could show."""
-    from solarwm_lib.inference.metrics import to_uint8
+    """Return uint8 `[F,H,W,3]`: `frames` through the codec and back, the best a model in its latents could show.
 
-    return to_uint8(to_pixels(codec.decode(codec.encode(to_video(frames[None]).to(device))))[0])
+    A count the codec does not take is filled up with the last frame for the purpose.
+    """
+    extra = -(len(frames) - 1) % codec.temporal_stride
+    whole = np.concatenate([frames, frames[-1:].repeat(extra, axis=0)])
+    latents = codec.encode(to_video(whole[None]).to(device))
+    tiles = [to_uint8(to_pixels(tile)[0]) for tile in codec.decode_tiles(latents)]
+    return np.concatenate(tiles)[: len(frames)]
 
 
 def to_video(frames: np.ndarray) -> torch.Tensor:
@@ -192,6 +370,7 @@ def to_pixels(video: torch.Tensor) -> np.ndarray:
 def load_models(config: Any, checkpoint: Path, role: str, weights_id: str, device: Any = "cpu") -> Models:
     """Load base codec and text encoder, and the backbone with the `role` ("live" or "ema") weights of `checkpoint`.
 
+    A Stage1 AnyFlow model has the second time, all others do not: Stage2 students are plain flow models.
     On the CPU everything runs in float32 (bfloat16 matrix products are about 90 times slower there); on a GPU in
     bfloat16, as released.
     """
@@ -207,7 +386,8 @@ def load_models(config: Any, checkpoint: Path, role: str, weights_id: str, devic
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = config.model
     # The checkpoint holds every tensor, so the base transformer is never read.
-    backbone = Wan22.from_config(load_architecture(model.architecture), model)
+    anyflow = config.train.objective == "anyflow_forward_map"
+    backbone = Wan22.from_config(load_architecture(model.architecture), model, anyflow=anyflow)
     backbone.eval().requires_grad_(False)
     target = dict(backbone.trainable())
     copy_into(target, load_weights(checkpoint, role, target))

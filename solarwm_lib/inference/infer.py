@@ -2,17 +2,20 @@
 
 The cases are frozen by the same function as a run's plan, so equal settings give an equal plan, equal noise and, from the
 same checkpoint, the same latents bit for bit. One folder per pass: `PASS/slot-NNNNNN/...` as in a validation artifact.
+Camera-length inference (Stage2) generates as long as each track and publishes its results by clip (`publication`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
-from solarwm_lib.inference import latents
+from solarwm_lib.data.index import read_index
+from solarwm_lib.inference import horizon, latents, publication
 from solarwm_lib.inference.evaluation import PassRun, prepare
-from solarwm_lib.inference.plan import build_plan, plan_bytes
+from solarwm_lib.inference.plan import build_plan, index_path, plan_bytes
 from solarwm_lib.inference.validation import publish
 from solarwm_lib.runtime.errors import ConfigError
 from solarwm_lib.runtime.manifests import artifact_dir
@@ -36,17 +39,32 @@ def open_infer(resolved: Resolved) -> tuple[dict[str, Any], dict[str, PassRun]]:
         )
     if not config.validation.passes:
         raise ConfigError("validation.passes is empty: list at least one pass to sample")
-    if config.inference.length != "fixed":
-        raise ConfigError(
-            f"inference.length is {config.inference.length!r}: only a stage2 model generates as long as the camera "
-            "track; set inference.length to 'fixed'"
-        )
+    _check_camera_length(resolved)
     _check_weights(resolved)
+    layout = publication.layout_of(config)
     plan = build_plan(resolved)
     runs = {
         f"{p.name}/": prepare(resolved, config.checkpoint.path, plan, p) for p in config.validation.passes
     }
+    if layout == publication.TRIPLET:
+        rows = read_index(index_path(resolved))
+        names = publication.names_of(plan["cases"], rows)
+        rows.close()
+        runs = {prefix: replace(run, public=_publication(run, names)) for prefix, run in runs.items()}
     return plan, runs
+
+
+def _publication(run: PassRun, names: dict[int, publication.Name]) -> publication.Publication:
+    from solarwm_lib.backbones.codec import DECODE_TILE
+
+    facts = {
+        "weights_id": run.weights_id,
+        "weights": run.settings.weights,
+        "plan_digest": run.plan["payload_digest"],
+        "horizon_rounding": horizon.rounding_of(run.config),
+        "vae_decode": {"mode": "continuous_cached_tiles", "chunk_latent_frames": DECODE_TILE},
+    }
+    return publication.Publication(names, run.plan["fps"], facts)
 
 
 def infer(
@@ -60,11 +78,15 @@ def infer(
     """
     plan, runs = opened or open_infer(resolved)
     out = artifact_dir(out_dir)
+    triplet = any(run.public for run in runs.values())
     return publish(
         runs,
         out,
         SCHEMA,
-        {"passes": [run.identity() for run in runs.values()]},
+        {
+            "passes": [run.identity() for run in runs.values()],
+            **({"layout": publication.TRIPLET} if triplet else {}),
+        },
         _parents(runs),
         {prefix: latents.beside(out, prefix[:-1]) for prefix in runs},
         {"frozen-plan.json": plan_bytes(plan)},
@@ -73,6 +95,22 @@ def infer(
 
 def _parents(runs: dict[str, PassRun]) -> list[Path]:
     return next(iter(runs.values())).parents()
+
+
+def _check_camera_length(resolved: Resolved) -> None:
+    config = resolved.config
+    if config.inference.length != "camera":
+        return
+    if config.train.stage != "stage2":
+        raise ConfigError(
+            f"inference.length is 'camera', which only a stage2 model can follow, found {config.train.stage}; set "
+            "inference.length to 'fixed'"
+        )
+    if len(config.validation.passes) != 1:
+        names = ", ".join(entry.name for entry in config.validation.passes)
+        raise ConfigError(
+            f"validation.passes: found {names}, expected exactly one pass with inference.length camera; remove the others"
+        )
 
 
 def _check_weights(resolved: Resolved) -> None:

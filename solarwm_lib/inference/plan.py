@@ -11,13 +11,14 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from solarwm_lib.artifacts import identity_diff, json_bytes, write_once
-from solarwm_lib.config.geometry import latent_frames
+from solarwm_lib.config.geometry import latent_frames, pixel_frames
 from solarwm_lib.config.identity import digest
 from solarwm_lib.data import camera
 from solarwm_lib.data.camera import CameraGuardError
@@ -25,6 +26,7 @@ from solarwm_lib.data.index import RawRow, read_index
 from solarwm_lib.data.sampling import frame_offsets, last_offset, start_count
 from solarwm_lib.data.shards import ShardReader
 from solarwm_lib.data.transport import open_shards
+from solarwm_lib.inference import horizon
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
 from solarwm_lib.runtime.keyed import key64
 
@@ -104,7 +106,7 @@ def check_plan(plan: Mapping[str, Any], resolved: Resolved) -> None:
 
 
 def plan_settings(resolved: Resolved) -> dict[str, Any]:
-    """Return the settings that decide the cases, by configuration key."""
+    """Return the settings that decide the cases, by configuration key; lengths that follow the source add theirs."""
     config = resolved.config
     data, validation = config.data, config.validation
     return {
@@ -121,6 +123,7 @@ def plan_settings(resolved: Resolved) -> dict[str, Any]:
         "validation.noise_seed": validation.noise_seed,
         "validation.max_relative_translation": validation.max_relative_translation,
         "validation.max_camera_absolute": validation.max_camera_absolute,
+        **horizon.settings_of(config),
     }
 
 
@@ -206,15 +209,10 @@ def drawn_start(key: str, occurrence: int, starts: int) -> int:
 def _case(config: Any, shards: ShardReader, row: RawRow, ordinal: int) -> dict[str, Any]:
     """Return a case without its slot; CameraGuardError if the camera leaves the guards."""
     data, name = config.data, f"sample {row.sample_id!r}"
-    span = (data.pixel_frames, row.fps or data.fps, data.fps)
-    starts, occurrence = start_count(row, last_offset(*span)), 0
-    offsets = frame_offsets(*span)
-    start = drawn_start(row.key, occurrence, starts) if row.start_frame is None else row.start_frame
-    if start >= starts:
-        raise DataError(
-            f"{name}: start_frame {start} is outside 0..{starts - 1} ({row.num_frames} frames, the clip spans "
-            f"{offsets[-1] + 1}); correct the test index"
-        )
+    length = _length(config, row, name)
+    frames, occurrence = length.pixel_frames, 0
+    offsets = frame_offsets(frames, row.fps or data.fps, data.fps)
+    start = _start(row, length, occurrence, name)
     stored = shards.read(row, row.camera_member)
     c2w = camera.load_cameras(
         stored,
@@ -223,15 +221,15 @@ def _case(config: Any, shards: ShardReader, row: RawRow, ordinal: int) -> dict[s
         scale=data.camera_scale,
         name=f"{name}: {row.camera_member}",
     )
-    latent = camera.latent_frame_indices(data.pixel_frames, config.model.family)
-    source = [start + offsets[index] for index in latent]
+    latent = camera.latent_frame_indices(frames, config.model.family)
+    source = [min(start + offsets[index], length.last_frame) for index in latent]
     if source[-1] >= len(c2w):
         raise DataError(f"{name}: camera has {len(c2w)} rows, the clip needs row {source[-1]}")
     camera.audit(
         camera.relative_c2w(c2w, source),
         latent,
         fps=data.fps,
-        pixel_frames=data.pixel_frames,
+        pixel_frames=frames,
         max_relative_translation=config.validation.max_relative_translation,
         max_camera_absolute=config.validation.max_camera_absolute,
         name=name,
@@ -246,7 +244,72 @@ def _case(config: Any, shards: ShardReader, row: RawRow, ordinal: int) -> dict[s
         "prompt": _prompt(row, shards),
         "noise_seed": config.validation.noise_seed,
         "camera_fingerprint": hashlib.sha256(stored).hexdigest(),
+        **length.facts,
     }
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Pixel frames of a case, how it starts, the source frame at which cameras end, and what the case records."""
+
+    mode: str
+    pixel_frames: int
+    starts: int  # start frames that are possible
+    last_frame: int
+    facts: dict[str, Any]
+
+
+def _length(config: Any, row: RawRow, name: str) -> _Length:
+    """Return how long a row's case is; DataError for a row that is too short. (spec wan22 6.3, 6.4)"""
+    data, model = config.data, config.model
+    mode = horizon.mode_of(config)
+    rate = row.fps or data.fps
+    if mode == horizon.FIXED:
+        starts = start_count(row, last_offset(data.pixel_frames, rate, data.fps))
+        assert row.num_frames is not None  # start_count refuses a row without it
+        return _Length(mode, data.pixel_frames, starts, row.num_frames - 1, {})
+    num_frames = row.num_frames
+    if num_frames is None:
+        raise DataError(f"{name}: field 'num_frames' is absent, expected the decoded frame count")
+    published = horizon.published_frames(num_frames, rate, data.fps)
+    chunk = model.causal.chunk_latent_frames
+    if mode == horizon.CAMERA:
+        rounding = horizon.rounding_of(config)
+        latents = horizon.camera_length(
+            num_frames, rate, data.fps, chunk, rounding, family=model.family, name=name
+        )
+        facts = {"latent_frames": latents, "published_frames": published}
+        return _Length(mode, pixel_frames(model.family, latents), 1, num_frames - 1, facts)
+    settings = horizon.settings_of(config)
+    latents = horizon.source_variable(
+        published,
+        chunk,
+        settings["validation.min_rollout_latent_frames"],
+        settings["validation.passes.rollout_latent_frames"],
+        name=name,
+    )
+    frames = pixel_frames(model.family, latents)
+    starts = start_count(row, last_offset(frames, rate, data.fps))
+    return _Length(mode, frames, starts, num_frames - 1, {"latent_frames": latents})
+
+
+def _start(row: RawRow, length: _Length, occurrence: int, name: str) -> int:
+    """Return the start frame of a case: the row's, else a draw; 0 for a whole camera track.
+
+    A source-variable case draws anew where the row's start does not leave room for its length. (spec wan22 6.2)
+    """
+    if length.mode == horizon.CAMERA:
+        return 0
+    if row.start_frame is None:
+        return drawn_start(row.key, occurrence, length.starts)
+    if row.start_frame < length.starts:
+        return row.start_frame
+    if length.mode == horizon.SOURCE:
+        return drawn_start(f"variable-rollout-start:{row.key}", occurrence, length.starts)
+    raise DataError(
+        f"{name}: start_frame {row.start_frame} is outside 0..{length.starts - 1} ({row.num_frames} frames, the clip spans "
+        f"{length.last_frame + 2 - length.starts}); correct the test index"
+    )
 
 
 def _prompt(row: RawRow, shards: ShardReader) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    FlowMap = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 TRAIN_TIMESTEPS = 1000
 
@@ -98,3 +99,31 @@ def sample_unipc(
         if anchor is not None:
             latents = torch.cat([anchor, latents[:, 1:]], dim=1)
     return latents
+
+
+def sample_flowmap(
+    map_fn: FlowMap,
+    noise: torch.Tensor,
+    pairs: Sequence[tuple[float, float]],
+    anchor: torch.Tensor | None = None,
+    num_train_timesteps: int = TRAIN_TIMESTEPS,
+) -> torch.Tensor:
+    """Follow a flow map from `noise` `[B,T,C,h,w]` along raw `pairs` (t, r): x <- x - (t - r) / N U(x, t, r) (spec wan22 6.1).
+
+    `map_fn(latents, t[B,T], r[B,T]) -> velocity` sees one pair of raw times per latent frame. Arithmetic is in at least
+    float32. `anchor` `[B,1,C,h,w]` is latent 0 as in `sample_unipc`: t = r = 0 there, and the result holds it bit for bit.
+    """
+    import torch
+
+    from solarwm_lib.objectives.noise import widened, with_anchor
+
+    latents = widened(noise)
+    for t, r in pairs:
+        if anchor is not None:
+            latents = with_anchor(latents, anchor)
+        times = torch.tensor([t, r], device=latents.device)[:, None, None].repeat(1, *latents.shape[:2])
+        if anchor is not None:
+            times[:, :, 0] = 0
+        velocity = map_fn(latents, *times).to(latents.dtype)
+        latents = latents - (t - r) / num_train_timesteps * velocity
+    return latents if anchor is None else with_anchor(latents, anchor)

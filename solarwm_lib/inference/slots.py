@@ -63,7 +63,8 @@ class Failure:
 
 @dataclass
 class Slot:
-    """A slot on its way to a manifest. `members` are the files of its directory, by name."""
+    """A slot on its way to a manifest. `members` are the files of its directory by name, `public` those of the whole
+    artifact by path."""
 
     case: dict[str, Any]
     status: str = "skipped"
@@ -72,6 +73,7 @@ class Slot:
     facts: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     members: dict[str, bytes] = field(default_factory=dict)
+    public: dict[str, bytes] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
         """End in status error; the first reason stays."""
@@ -124,27 +126,43 @@ def measure(
     fps: float,
     title: str,
 ) -> None:
+    """Fill `slot` as `measure_frames` does, from float pixels [F,H,W,3] in [-1,1]."""
+    statistics = metrics.pixel_statistics(pixels)
+    measure_frames(slot, truth, metrics.to_uint8(pixels), statistics, ceiling, fps, title)
+
+
+def measure_frames(
+    slot: Slot,
+    truth: np.ndarray,
+    generated: np.ndarray,
+    statistics: metrics.PixelStatistics,
+    ceiling: np.ndarray,
+    fps: float,
+    title: str,
+) -> None:
     """Fill `slot` with metrics, videos and statistics of one generated clip.
 
-    truth and ceiling (the codec's reconstruction of truth): uint8 [F,H,W,3]. pixels: float [F,H,W,3] in [-1,1]. Ends
-    in status ok, or in error (with the same files, the bad frames marked) if a pixel is not finite.
+    generated: uint8 [F,H,W,3], `statistics` those of its pixels before rounding. truth and ceiling (the codec's
+    reconstruction of truth): uint8 [n,H,W,3], n <= F; frames behind them are shown and not scored. Ends in status ok, or in
+    error (with the same files, the bad frames marked) if a pixel is not finite.
     """
-    statistics = metrics.pixel_statistics(pixels)
-    generated = metrics.to_uint8(pixels)
+    frames = len(generated)
+    truth, ceiling = truth[:frames], ceiling[:frames]
+    scored = generated[: len(truth)]
     held = metrics.repeat_first_frame(truth)
     per_frame = {
-        "psnr": metrics.psnr_per_frame(truth, generated),
-        "ssim": metrics.ssim_per_frame(truth, generated),
+        "psnr": metrics.psnr_per_frame(truth, scored),
+        "ssim": metrics.ssim_per_frame(truth, scored),
         "repeat_first_frame_psnr": metrics.psnr_per_frame(truth, held),
         "repeat_first_frame_ssim": metrics.ssim_per_frame(truth, held),
         "codec_ceiling_psnr": metrics.psnr_per_frame(truth, ceiling),
     }
     bad = np.flatnonzero(statistics.finite_fraction < 1)
     for name in ("psnr", "ssim"):
-        per_frame[name][bad] = np.nan
+        per_frame[name][bad[bad < len(truth)]] = np.nan
     if len(bad):
         slot.fail(
-            NonFiniteError(f"{len(bad)} of {len(pixels)} frames are not finite, the first is frame {bad[0]}")
+            NonFiniteError(f"{len(bad)} of {frames} frames are not finite, the first is frame {bad[0]}")
         )
     else:
         slot.status = "ok"
@@ -153,6 +171,10 @@ def measure(
             for name, values in per_frame.items()
         }
         slot.metrics["margin_db"] = slot.metrics["psnr"] - slot.metrics["repeat_first_frame_psnr"]
+    if len(truth) < frames:
+        slot.facts["ground_truth_frames"] = len(truth)
+        unscored = np.full(frames - len(truth), np.nan)
+        per_frame = {name: np.concatenate([values, unscored]) for name, values in per_frame.items()}
     columns = {
         **per_frame,
         "mean": statistics.mean,
@@ -161,7 +183,7 @@ def measure(
         "max": statistics.maximum,
         "finite_fraction": statistics.finite_fraction,
     }
-    rows = [{"frame": i, **{k: v[i] for k, v in columns.items()}} for i in range(len(truth))]
+    rows = [{"frame": i, **{k: v[i] for k, v in columns.items()}} for i in range(frames)]
     slot.facts["first_bad_frame"] = statistics.first_bad_frame
     slot.members |= {
         "generated.mp4": mp4_bytes(generated, fps, crf=VIDEO_CRF),
@@ -183,11 +205,11 @@ def _comparison(
     title: str,
     bad: frozenset[int],
 ) -> Iterable[np.ndarray]:
-    last = len(truth) - 1
+    last = len(generated) - 1
     name = f"{slot.case['sample_id']} from frame {slot.case['start_frame']}"
-    scores = score_notes(per_frame["psnr"], per_frame["ssim"])
+    scores = score_notes(per_frame["psnr"], per_frame["ssim"], len(truth))
     baseline = [
-        f"repeat first frame: PSNR {v:.2f} dB" if i else ""
+        f"repeat first frame: PSNR {v:.2f} dB" if i and math.isfinite(v) else ""
         for i, v in enumerate(per_frame["repeat_first_frame_psnr"])
     ]
     return grid_frames(
@@ -201,12 +223,16 @@ def _comparison(
     )
 
 
-def score_notes(psnr: Sequence[float] | np.ndarray, ssim: Sequence[float] | np.ndarray) -> list[str]:
-    """Return one caption per frame of a generated clip."""
+def score_notes(
+    psnr: Sequence[float] | np.ndarray, ssim: Sequence[float] | np.ndarray, scored: int | None = None
+) -> list[str]:
+    """Return one caption per frame of a generated clip, of which the first `scored` frames (all) have ground truth."""
     notes = []
     for frame, (decibels, similarity) in enumerate(zip(psnr, ssim, strict=True)):
         if frame == 0:
             notes.append("first frame: given")
+        elif scored is not None and frame >= scored:
+            notes.append("no ground truth")
         elif math.isfinite(decibels):
             notes.append(f"PSNR {decibels:.2f} dB · SSIM {similarity:.3f}")
         else:

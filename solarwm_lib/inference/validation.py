@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.inference import latents
+from solarwm_lib.inference.cases import Cases
 from solarwm_lib.inference.evaluation import (
     COMPLETE,
     FAILED,
@@ -71,27 +72,17 @@ def publish(
     done = artifacts.reissue(out_dir, schema, identity, parents=parents)
     if done is not None:
         return done
-    from solarwm_lib.data.dataset import RawClips
     from solarwm_lib.training.collectives import on_main, process_group
     from solarwm_lib.training.topology import from_environment
 
-    config = next(iter(runs.values())).config
     # A pass may run in any number of processes; how many trained the checkpoint does not matter here.
     topology = from_environment(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
     stack = ExitStack()
     with process_group(topology) as device, stack:
         transaction = artifacts.Transaction(out_dir, schema, identity, parents)
         on_main(topology, partial(_open, stack, transaction, extra))
-        # The plan has applied the validation guards; those of training must not reject its cases.
-        data = config.data.model_copy(update={"max_relative_translation": None, "max_camera_absolute": None})
-        clips = RawClips(
-            data.root,
-            data.test_index,
-            data,
-            data.decoded_cache_gib,
-            family=config.model.family,
-            intrinsics_mode=config.model.camera_intrinsics_mode,
-        )
+        clips = Cases(next(iter(runs.values())).resolved)
+        stack.callback(clips.close)
         summaries: list[dict[str, Any]] = []
         evidence: dict[str, bytes] = {}
         for prefix, run in runs.items():

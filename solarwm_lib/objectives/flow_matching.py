@@ -18,23 +18,31 @@ import torch
 from torch import Tensor
 
 from ..runtime import keyed
+from . import noise as process
+from .noise import Schedule, schedule
 
 if TYPE_CHECKING:
     from ..backbones.protocol import Backbone
 
-
-@dataclass(frozen=True)
-class Schedule:
-    """The training table: float64 `sigmas`, `timesteps` = N sigma and loss `weights`, each `[N]`, from noise to clean."""
-
-    sigmas: np.ndarray
-    timesteps: np.ndarray
-    weights: np.ndarray
+__all__ = [
+    "Draws",
+    "LossOutput",
+    "Noised",
+    "Schedule",
+    "add_noise",
+    "draw",
+    "loss",
+    "schedule",
+    "weighted_loss",
+]
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Everything random about a batch: table `index` int64 `[B]`, standard normal `noise` `[B,T,C,h,w]`, `dropped` bool `[B]`."""
+    """Everything random about a batch: standard normal `noise` `[B,T,C,h,w]`, `dropped` bool `[B]` and the table `index`.
+
+    `index` is int64, `[B]` (one timestep per clip) or `[B,T]` (one per frame, Stage1's chunks).
+    """
 
     index: Tensor
     noise: Tensor
@@ -56,25 +64,6 @@ class LossOutput:
 
     loss: Tensor
     per_sample: Tensor
-
-
-def shifted_sigmas(shift: float, num_train_timesteps: int = 1000) -> np.ndarray:
-    """Return float64 sigma_i = s u_i / (1 + (s-1) u_i) for u = 1, ..., 1/N (zero is not in the table)."""
-    base = np.linspace(1.0, 0.0, num_train_timesteps + 1)[:-1]
-    return shift * base / (1 + (shift - 1) * base)
-
-
-def gaussian_weights(sigmas: np.ndarray) -> np.ndarray:
-    """Return the loss weights of a table: y = exp(-2 ((t-N/2)/N)^2), moved to minimum 0 and scaled to mean 1."""
-    bell = np.exp(-2 * (sigmas - 0.5) ** 2)
-    bell = bell - bell.min()
-    return bell * len(bell) / bell.sum()
-
-
-def schedule(shift: float, num_train_timesteps: int = 1000) -> Schedule:
-    """Build the table of a timestep shift (5.0 for TI2V-5B, 3.0 for A14B and the tiny world)."""
-    sigmas = shifted_sigmas(shift, num_train_timesteps)
-    return Schedule(sigmas, sigmas * num_train_timesteps, gaussian_weights(sigmas))
 
 
 def image_condition_dropped(seed: int, step: int, rank: int, micro: int, row: int, p: float) -> bool:
@@ -100,39 +89,59 @@ def draw(
     the number of processes nor accumulation changes which samples drop.
     """
     index = [keyed.integer(num_train_timesteps, seed, purpose, "timestep", g) for g in global_sample_indices]
-    noise = np.stack([keyed.normal(latent_shape, seed, purpose, "noise", g) for g in global_sample_indices])
-    dropped = []
-    for global_index in global_sample_indices:
-        step, row = divmod(global_index, global_batch_size)
-        dropped.append(image_condition_dropped(seed, step, 0, 0, row, image_condition_dropout))
-    return Draws(torch.tensor(index), torch.from_numpy(noise), torch.tensor(dropped))
+    noise = process.clip_noise(latent_shape, global_sample_indices, seed, purpose, "noise")
+    dropped = drop_rows(seed, global_sample_indices, global_batch_size, image_condition_dropout)
+    return Draws(torch.tensor(index), noise, dropped)
+
+
+def drop_rows(seed: int, global_sample_indices: Sequence[int], global_batch_size: int, p: float) -> Tensor:
+    """Return bool `[B]`: which samples train without the first image."""
+    places = [divmod(g, global_batch_size) for g in global_sample_indices]
+    return torch.tensor([image_condition_dropped(seed, step, 0, 0, row, p) for step, row in places])
 
 
 def add_noise(latents: Tensor, draws: Draws, table: Schedule) -> Noised:
     """Return clean `latents` `[B,T,C,h,w]` moved to their drawn sigma; mixing in float32, result in the dtype of `latents`."""
-    index = draws.index.cpu().numpy()
-    sigma = latents.new_tensor(table.sigmas[index], dtype=torch.float32).view(-1, 1, 1, 1, 1)
-    noise = draws.noise.to(latents.device, latents.dtype)
-    noisy = ((1 - sigma) * latents + sigma * noise).to(latents.dtype)
-
-    frames = latents.shape[1]
+    batch, frames = latents.shape[:2]
+    noisy = process.mix(latents, draws.noise, _entries(table.sigmas, draws, frames))
     kept = ~draws.dropped.to(latents.device)
-    anchored = torch.zeros(len(index), frames, dtype=torch.bool, device=latents.device)
+    anchored = torch.zeros(batch, frames, dtype=torch.bool, device=latents.device)
     anchored[:, 0] = kept
-    noisy = torch.where(anchored[:, :, None, None, None], latents, noisy)
-    timesteps = latents.new_tensor(table.timesteps[index], dtype=torch.float32)[:, None].expand(-1, frames)
+    noisy = torch.where(process.per_clip(anchored), latents, noisy)
+    timesteps = _entries(table.timesteps, draws, frames).to(latents.device, torch.float32)
     return Noised(noisy, timesteps.masked_fill(anchored, 0.0), ~anchored)
 
 
+def _entries(column: np.ndarray, draws: Draws, frames: int) -> Tensor:
+    """Return the drawn entries of a table column, float64 `[B,T]`."""
+    values = torch.from_numpy(column[draws.index.cpu().numpy()])
+    return values if values.ndim == 2 else values[:, None].expand(-1, frames)
+
+
 def weighted_error(prediction: Tensor, target: Tensor, supervised: Tensor, weights: Tensor) -> Tensor:
-    """Return float32 `[B]`: sum(mask w (prediction - target)^2) / sum(mask) over the elements of each sample.
+    """Return `[B]`: sum(mask w (prediction - target)^2) / sum(mask) over the elements of each sample, `weights` `[B,T]`.
 
     The mask comes before the square and by selection, so a non-finite value in an excluded frame cannot leak.
     """
-    mask = supervised[:, :, None, None, None]
-    error = torch.where(mask, prediction.float() - target.float(), 0.0)
+    error = torch.where(
+        process.per_clip(supervised), process.widened(prediction) - process.widened(target), 0.0
+    )
     elements = supervised.sum(dim=1) * target[0, 0].numel()
-    return weights * error.square().flatten(1).sum(dim=1) / elements.clamp_min(1)
+    return (weights * error.square().flatten(2).sum(dim=2)).sum(dim=1) / elements.clamp_min(1)
+
+
+def weighted_loss(
+    prediction: Tensor, latents: Tensor, noised: Noised, draws: Draws, table: Schedule
+) -> LossOutput:
+    """Return the loss of a predicted velocity `[B,T,C,h,w]`, normalised per sample and then averaged.
+
+    At the release's micro-batch of one this is the released loss; per-sample normalisation keeps it the same for every
+    split of a global batch into processes and micro-batches.
+    """
+    target = draws.noise.to(latents.device, latents.dtype) - latents
+    weights = _entries(table.weights, draws, latents.shape[1]).to(latents.device, torch.float32)
+    per_sample = weighted_error(prediction, target, noised.supervised, weights)
+    return LossOutput(per_sample.mean(), per_sample.detach())
 
 
 def loss(
@@ -144,14 +153,7 @@ def loss(
     draws: Draws,
     table: Schedule,
 ) -> LossOutput:
-    """Return the flow-matching loss of clean `latents` `[B,T,C,h,w]`, normalised per sample and then averaged.
-
-    At the release's micro-batch of one this is the released loss; per-sample normalisation keeps it the same for every
-    split of a global batch into processes and micro-batches.
-    """
+    """Return the Stage0.5 loss of clean `latents` `[B,T,C,h,w]`: one bidirectional pass over the whole clip."""
     noised = add_noise(latents, draws, table)
     prediction = backbone.velocity(noised.latents, noised.timesteps, prompt_embeds, w2c, intrinsics)
-    target = draws.noise.to(latents.device, latents.dtype) - latents
-    weights = latents.new_tensor(table.weights[draws.index.cpu().numpy()], dtype=torch.float32)
-    per_sample = weighted_error(prediction, target, noised.supervised, weights)
-    return LossOutput(per_sample.mean(), per_sample.detach())
+    return weighted_loss(prediction, latents, noised, draws, table)

@@ -78,7 +78,7 @@ class Batches:
         topology: Topology | None = None,
     ) -> None:
         self.workers = workers
-        self._source, self._device = source, device
+        self.source, self._device = source, device
         self._plan = source.clips.plan
         self._peers = Peers(topology or Topology())
         self._kept: ByteCache[tuple[int, int], EncodedClip] = ByteCache(cache_bytes, EncodedClip.bytes)
@@ -91,7 +91,7 @@ class Batches:
         Up to `allowed` clips that cannot be read are replaced; the next one raises BudgetSpent, on all sequence-parallel
         peers alike.
         """
-        self._source.clips.prefetch(indices)
+        self.source.clips.prefetch(indices)
         self._read_ahead([*indices, *following])
         settled, replaced = self._settle(indices, allowed)
         for index in [index for index in self._ahead if index not in following]:
@@ -116,7 +116,7 @@ class Batches:
         """Stop the reading threads and close the shards."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._source.clips.close()
+        self.source.clips.close()
 
     def _stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the float32 batch on the device; page-locked memory lets a GPU copy it while the host goes on."""
@@ -141,7 +141,7 @@ class Batches:
 
         def use(planned: PlannedSample) -> Any:
             held = self._kept.get(_key(planned))
-            return held if held is not None else self._source.read(planned)
+            return held if held is not None else self.source.read(planned)
 
         try:
             settled = settle(self._plan, index, use, attempt)
@@ -190,7 +190,7 @@ class Batches:
             return settled.value
         held = self._kept.get(_key(settled.planned))
         if held is None:
-            held = self._source.encode(settled.value)
+            held = self.source.encode(settled.value)
             self._kept.put(_key(settled.planned), held)
         return held
 

@@ -1,8 +1,9 @@
 """Checkpoints: one transaction holding everything a run needs to go on exactly where it was.
 
 Members (`INVENTORY`): `model.safetensors` (live weights), `ema.safetensors` (float32 average), `optimizer.safetensors`
-(three slots per parameter) and `state.json` (counters, stream position, learning rate, history). A member that is
-missing is an error naming it. Everything is checked in this order: marker and digests before any model exists, names
+(three slots per parameter) and `state.json` (counters, stream position, learning rate, history); Stage2 adds the critic's
+weights and optimizer (`STAGE2_INVENTORY`), and its teacher stays where it came from. A member that is missing is an error
+naming it. Everything is checked in this order: marker and digests before any model exists, names
 and shapes of tensors (from the headers) before any tensor is read, then the counters against each other.
 """
 
@@ -12,7 +13,7 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +27,9 @@ from solarwm_lib.training.optim import SLOTS
 
 SCHEMA = "solarwm.checkpoint.v1"
 MODEL, EMA, OPTIMIZER, STATE = "model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"
+CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 INVENTORY = (MODEL, EMA, OPTIMIZER, STATE)
+STAGE2_INVENTORY = (*INVENTORY[:-1], CRITIC, CRITIC_OPTIMIZER, STATE)
 WEIGHTS = {"live": MODEL, "ema": EMA}
 _REMOVED = ".removed"
 _STEP_NAME = re.compile(r"(?:checkpoint_model|step)_(\d{6,})")
@@ -47,7 +50,7 @@ class State:
     """`state.json`: everything of a run's state that is not a tensor.
 
     `stream_position` is the global sample index of the first sample not yet trained on; `learning_rate` is the rate of
-    the next step. `history` has one entry per uninterrupted stretch: the steps it covered and the topology, thread
+    the next step (of the student in Stage2). `history` has one entry per uninterrupted stretch: the steps it covered and the topology, thread
     count and versions under which bit-for-bit equality of the result can be claimed. `run` describes the run (route,
     semantic configuration) for whoever loads these weights.
     """
@@ -63,15 +66,24 @@ class State:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The three tensor members as name -> tensor mappings, ready to be written."""
+    """The tensor members as name -> tensor mappings, ready to be written; those of the critic are Stage2's."""
 
     model: Mapping[str, torch.Tensor]
     ema: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
+    critic: Mapping[str, torch.Tensor] | None = None
+    critic_optimizer: Mapping[str, torch.Tensor] | None = None
 
     def members(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Member name -> its tensors."""
-        return {MODEL: self.model, EMA: self.ema, OPTIMIZER: self.optimizer}
+        members = {
+            MODEL: self.model,
+            EMA: self.ema,
+            OPTIMIZER: self.optimizer,
+            CRITIC: self.critic,
+            CRITIC_OPTIMIZER: self.critic_optimizer,
+        }
+        return {name: tensors for name, tensors in members.items() if tensors is not None}
 
     def bytes(self) -> int:
         """Payload bytes a save needs, headers included."""
@@ -145,17 +157,17 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def open_verified(path: Path, *, deep: bool = True) -> Artifact:
-    """Return the checkpoint at `path` after comparing every member with its digest and the inventory.
+def open_verified(path: Path, inventory: Sequence[str] = INVENTORY, *, deep: bool = True) -> Artifact:
+    """Return the checkpoint at `path` after comparing every member with its digest and the `inventory`.
 
     Raises ArtifactError naming the member that is missing, truncated or of other content. No tensor is read.
     """
     artifact = artifacts.verify(path, deep=deep, schema=SCHEMA)
     present = {member.path for member in artifact.members}
-    if missing := [member for member in INVENTORY if member not in present]:
+    if missing := [member for member in inventory if member not in present]:
         raise ArtifactError(
             f"{artifact.path}: member {missing[0]} is missing from the checkpoint (it holds "
-            f"{', '.join(sorted(present))}); full resume needs {', '.join(INVENTORY)}"
+            f"{', '.join(sorted(present))}); full resume needs {', '.join(inventory)}"
         )
     return artifact
 
@@ -232,17 +244,26 @@ def load_weights(
     was never updated is not a result), or belongs to another model.
     """
     artifact = artifacts.verify(path, deep=True, schema=SCHEMA)
-    state = read_state(artifact)
+    check_role(path, read_state(artifact), role, source_step)
+    return load_tensors(artifact.file(WEIGHTS[role]), expected)
+
+
+def check_role(
+    path: Path, state: State, role: str, source_step: int | None, section: str = "checkpoint"
+) -> None:
+    """Raise ArtifactError if the checkpoint of `state` is not of `source_step` or has no `role` weights.
+
+    `section` names the configuration section whose source_step it is.
+    """
     if source_step is not None and state.completed_steps != source_step:
         raise ArtifactError(
-            f"{path}: holds step {state.completed_steps}, but checkpoint.source_step is {source_step}"
+            f"{path}: holds step {state.completed_steps}, but {section}.source_step is {source_step}"
         )
     if role == "ema" and state.ema_updates == 0:
         raise ArtifactError(
             f"{path}: the EMA was never updated up to step {state.completed_steps} (train.ema.start_step); "
             f"use weights live or a later step"
         )
-    return load_tensors(artifact.file(WEIGHTS[role]), expected)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def statistics(tensor: torch.Tensor) -> dict[str, Any]:
     return summary
 
 
-def describe_batch(batch: Batch, timesteps: Sequence[float], losses: Sequence[float]) -> list[dict[str, Any]]:
-    """Return one entry per sample: identity, timestep, loss, camera translation norms per latent frame, statistics."""
+def describe_batch(batch: Batch, timesteps: Sequence[Any], losses: Sequence[float]) -> list[dict[str, Any]]:
+    """Return one entry per sample: identity, timestep (or a list of them), loss, camera translation norms per latent frame, statistics."""
     return [
         {
             "sample_id": sample_id,

@@ -1,16 +1,18 @@
-"""The optimizer step and the loop around it. One counter, `completed_steps`, decides everything that depends on time.
+"""The update of a network and the loop around it. One counter, `completed_steps`, decides everything that depends on time.
 
-Order of a step (spec operations 9.8): micro-batches forward and backward; ranks exchange a status, so that a non-finite
+Order of an update (spec operations 9.8): micro-batches forward and backward; ranks exchange a status, so that a non-finite
 loss or gradient, a failed read or a stop request is known to all before anyone acts on it; gradients are averaged and
 clipped; optimizer; counter; EMA; log. Whatever raises does so before the optimizer has moved. The status also carries
 which samples were read (`batch_digest`) and how many clips were replaced, so that the failure budget holds for the run.
+
+A step of Stage0.5 and Stage1 is one update; Stage2 (`stage2`) makes its outer step of two kinds of them.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,67 +25,33 @@ from solarwm_lib.runtime.errors import DataError, NonFiniteError, SolarError
 from solarwm_lib.runtime.process import Heartbeat, StopRequest, memory_bytes
 from solarwm_lib.training import collectives, diagnostics, optim
 from solarwm_lib.training.batches import Batch, Batches
-from solarwm_lib.training.ema import Ema
+from solarwm_lib.training.learner import Learner, Loss, Objective, Relative
 from solarwm_lib.training.metrics import StepRecord
 from solarwm_lib.training.topology import BatchPlan, Topology
 
-
-@dataclass(frozen=True)
-class Loss:
-    """Loss of one micro-batch: scalar with gradient, detached per-sample terms `[B]`, raw timestep of each sample."""
-
-    loss: torch.Tensor
-    per_sample: torch.Tensor
-    timesteps: list[float]
-
-
-Objective = Callable[[Batch], Loss]
-
-
-@dataclass
-class Learner:
-    """Everything a step changes: the parameters, the optimizer's slots, the average, the counters.
-
-    `replaced` counts the clips that others stood in for so far, by reason and over all ranks.
-    """
-
-    parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    ema: Ema
-    learning_rate: Callable[[int], float]
-    gradient_clip: float
-    completed_steps: int = 0
-    replaced: dict[str, int] = field(default_factory=dict)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients by parameter name; a parameter the loss does not reach has a zero gradient, on every rank alike."""
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-
-    def apply(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> float:
-        """Take one optimizer step with `gradients` of global norm `norm`; return the learning rate it used."""
-        optim.clip_gradients(gradients, norm, self.gradient_clip)
-        rate = self.learning_rate(self.completed_steps)
-        optim.set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.completed_steps += 1
-        self.ema.update(self.parameters, self.completed_steps)
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
+__all__ = ["Learner", "Loss", "Objective", "Relative", "Trainer", "Update", "fit"]
 
 
 @dataclass
 class _Share:
-    """What this rank computed of the current step."""
+    """What this rank computed of the current update. `aside`: gradients of the relative part, by parameter name."""
 
     micro_batches: list[tuple[Batch, Loss]] = field(default_factory=list)
     data_seconds: float = 0.0
     error: SolarError | None = None
+    aside: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def loss_sum(self) -> float:
         return sum(loss.per_sample.double().sum().item() for _, loss in self.micro_batches)
+
+    def relative_sums(self) -> list[float]:
+        """Sum of the relative terms, and this rank's part of the mean they are multiplied by."""
+        parts = [loss.relative for _, loss in self.micro_batches if loss.relative is not None]
+        terms = sum(part.per_sample.double().sum().item() for part in parts)
+        return [float(terms), sum(part.total for part in parts), float(sum(part.count for part in parts))]
+
+    def zeroed(self) -> int:
+        return sum(loss.zeroed for _, loss in self.micro_batches)
 
     def replaced(self) -> list[Replacement]:
         return [item for batch, _ in self.micro_batches for item in batch.replaced]
@@ -98,12 +66,31 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Status:
-    """What all ranks know of a step: mean loss, whether any was asked to stop, digest of the batch, replaced so far."""
+    """What all ranks know of an update: mean loss, whether any was asked to stop, digest of the batch, replaced so far.
+
+    `mean` is what relative losses are multiplied by, None if there are none; `zeroed` as in `Loss`.
+    """
 
     loss: float
     stop: bool
     batch_digest: int
     replaced: dict[str, int]
+    mean: float | None
+    zeroed: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """One finished update of a network, the same on every rank but for `data_seconds`. Norms are before clipping."""
+
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    data_seconds: float
+    stop: bool
+    batch_digest: int
+    mean: float | None = None
+    zeroed: int = 0
 
 
 @dataclass
@@ -126,42 +113,75 @@ class Trainer:
         Raises NonFiniteError, or the lowest failing rank's SolarError, on every rank and with the state unchanged.
         """
         started = time.perf_counter()
+        update = self.update(self.learner, self.objective, self.learner.completed_steps)
+        details = {} if update.mean is None else {"diffusion_loss": update.mean}
+        return self.record(started, update, details, [update]), update.stop
+
+    def update(self, learner: Learner, objective: Objective, batch_number: int) -> Update:
+        """Move `learner` by one optimizer step on global batch `batch_number` under `objective`.
+
+        Raises NonFiniteError, or the lowest failing rank's SolarError, on every rank and with `learner` unchanged.
+        """
         number = self.learner.completed_steps
         self.heartbeat.beat("forward_backward", number)
-        share = self._compute(number)
-        gradients = self.learner.gradients()
-        tensors = list(gradients.values())
-        local_norm = optim.gradient_norm(tensors)
+        share = self._compute(learner, objective, batch_number)
+        if share.aside:
+            # No zeros are allocated beside the relative gradients: a rank may have nothing but them.
+            gradients = {n: p.grad for n, p in learner.parameters.items() if p.grad is not None}
+            gradients |= {f"{name} (relative)": gradient for name, gradient in share.aside.items()}
+        else:
+            gradients = learner.gradients()
+        local_norm = optim.gradient_norm(list(gradients.values()))
 
         self.heartbeat.beat("status", number, collective="all_gather")
-        status = self._exchange(share, gradients, local_norm.item())
+        status = self._exchange(learner, share, gradients, local_norm.item())
         self.heartbeat.beat("reduce", number, collective="all_reduce")
+        if share.aside:
+            _add_relative(learner.parameters, share.aside, status.mean)
+            gradients = learner.gradients()
+        tensors = list(gradients.values())
         collectives.average_(tensors)
-        norm = local_norm if collectives.world_size() == 1 else optim.gradient_norm(tensors)
+        known = collectives.world_size() == 1 and not share.aside
+        norm = local_norm if known else optim.gradient_norm(tensors)
         if not math.isfinite(norm.item()):
-            self._refuse(share, gradients, "gradient (after averaging over ranks)", [0])
+            self._refuse(learner, share, gradients, "gradient (after averaging over ranks)", [0])
 
         self.heartbeat.beat("optimizer", number)
-        rate = self.learner.apply(tensors, norm)
+        rate = learner.apply(tensors, norm)
         self.learner.replaced = status.replaced
-        seconds = time.perf_counter() - started
-        record = StepRecord(
-            step=self.learner.completed_steps,
+        return Update(
             loss=status.loss,
             learning_rate=rate,
             gradient_norm=norm.item(),
-            step_seconds=seconds,
             data_seconds=share.data_seconds,
-            samples_per_second=self.plan.global_batch_size / seconds,
+            stop=status.stop,
+            batch_digest=status.batch_digest,
+            mean=status.mean,
+            zeroed=status.zeroed,
+        )
+
+    def record(
+        self, started: float, main: Update, details: Mapping[str, float], updates: Sequence[Update]
+    ) -> StepRecord:
+        """Return the record of the step that `updates` made since `started`; its curves are those of `main`."""
+        seconds = time.perf_counter() - started
+        return StepRecord(
+            step=self.learner.completed_steps,
+            loss=main.loss,
+            learning_rate=main.learning_rate,
+            gradient_norm=main.gradient_norm,
+            step_seconds=seconds,
+            data_seconds=sum(update.data_seconds for update in updates),
+            samples_per_second=len(updates) * self.plan.global_batch_size / seconds,
             memory_bytes=memory_bytes(),
             wall_time=time.time(),
             monotonic_time=time.monotonic(),
-            batch_digest=digest_text(status.batch_digest),
-            replaced=status.replaced,
+            batch_digest=digest_text(sum(update.batch_digest for update in updates)),
+            replaced=self.learner.replaced,
+            details=dict(details),
         )
-        return record, status.stop
 
-    def _compute(self, number: int) -> _Share:
+    def _compute(self, learner: Learner, objective: Objective, number: int) -> _Share:
         """Forward and backward of this rank's micro-batches; a failure is kept until the peers know of it."""
         share = _Share()
         try:
@@ -174,14 +194,32 @@ class Trainer:
                     indices, self._following(number, position), self.failure_budget - spent
                 )
                 share.data_seconds += time.perf_counter() - waiting
-                loss = self.objective(batch)
-                (loss.loss / self.plan.accumulation_steps).backward()
+                loss = objective(batch)
+                self._backward(learner, loss, share.aside)
                 share.micro_batches.append((batch, loss))
         except BudgetSpent as error:
             share.error = self._spent([*share.replaced(), *error.replaced])
         except SolarError as error:
             share.error = error
         return share
+
+    def _backward(self, learner: Learner, loss: Loss, aside: dict[str, torch.Tensor]) -> None:
+        """Add the gradients of `loss` to the parameters', and those of its relative part to `aside`."""
+        relative, steps = loss.relative, self.plan.accumulation_steps
+        if relative is None:
+            (loss.loss / steps).backward()
+            return
+        if loss.loss.requires_grad:  # not so where every sample's loss is relative
+            (loss.loss / steps).backward(retain_graph=relative.loss.requires_grad)
+        if relative.loss.requires_grad:
+            kept = {name: p.grad for name, p in learner.parameters.items()}
+            for name, parameter in learner.parameters.items():
+                parameter.grad = aside.get(name)
+            (relative.loss / steps).backward()
+            for name, parameter in learner.parameters.items():
+                if parameter.grad is not None:
+                    aside[name] = parameter.grad
+                parameter.grad = kept[name]
 
     def _spent(self, replaced: list[Replacement], totals: dict[str, int] | None = None) -> DataError:
         """Return the error of a spent failure budget; without any budget that is the clip's own."""
@@ -201,51 +239,69 @@ class Trainer:
             indices += self.plan.micro_batches(number, self.topology.data_rank)[position]
         return indices
 
-    def _exchange(self, share: _Share, gradients: dict[str, torch.Tensor], local_norm: float) -> _Status:
+    def _exchange(
+        self, learner: Learner, share: _Share, gradients: dict[str, torch.Tensor], local_norm: float
+    ) -> _Status:
         """Tell all ranks how this one fared; return what they told.
 
         Raises on every rank if any rank failed to compute its share, has a non-finite loss or gradient, or if together
         they replaced more clips than the run's failure budget allows.
         """
         loss_sum, mine = share.loss_sum(), failures.counts(share.replaced())
+        relative = share.relative_sums()
+        finite = math.isfinite(loss_sum) and all(map(math.isfinite, relative))
         # Sequence-parallel peers read the same samples: one of them reports for all.
         reports = self.topology.sequence_rank == 0
         status = [
             float(share.error is not None),
-            float(not math.isfinite(loss_sum)),
+            float(not finite),
             float(not math.isfinite(local_norm)),
             float(self.stop.requested),
-            loss_sum if math.isfinite(loss_sum) else 0.0,
+            loss_sum if finite else 0.0,
             float(share.digest() * reports),
             *(float(mine.get(reason, 0) * reports) for reason in REASONS),
+            *(relative if finite else [0.0] * len(relative)),
+            float(share.zeroed()),
         ]
         rows = collectives.gather(status)
         if any(row[0] for row in rows):
             collectives.agree(share.error)
-        totals = self._replaced_so_far(share, [row[6:] for row in rows])
+        totals = self._replaced_so_far(learner, share, [row[6:-4] for row in rows])
         for column, what in ((1, "loss"), (2, "gradient")):
             if bad := [rank for rank, row in enumerate(rows) if row[column]]:
-                self._refuse(share, gradients, what, bad)
+                self._refuse(learner, share, gradients, what, bad)
+        terms, total, count, zeroed = (
+            math.fsum(column) for column in zip(*(row[-4:] for row in rows), strict=True)
+        )
+        mean = total / count if count else None
         return _Status(
-            loss=sum(row[4] for row in rows) / self.plan.global_batch_size,
+            loss=(sum(row[4] for row in rows) + (terms * mean if mean is not None else 0.0))
+            / self.plan.global_batch_size,
             stop=any(row[3] for row in rows),
             batch_digest=sum(int(row[5]) for row in rows),
             replaced=totals,
+            mean=mean,
+            zeroed=int(zeroed),
         )
 
-    def _replaced_so_far(self, share: _Share, rows: list[list[float]]) -> dict[str, int]:
+    def _replaced_so_far(self, learner: Learner, share: _Share, rows: list[list[float]]) -> dict[str, int]:
         """Return the run's counts with this step's; DataError on every rank if they exceed the failure budget."""
         ranks = [dict(zip(REASONS, map(int, row), strict=True)) for row in rows]
         totals = failures.total(self.learner.replaced, *ranks)
         # A budget lowered below what was spent before a resume forbids further replacements, not the run.
         if failures.cost(failures.total(*ranks)) and failures.cost(totals) > self.failure_budget:
             mine = share.replaced()
-            self.learner.optimizer.zero_grad(set_to_none=True)
+            learner.optimizer.zero_grad(set_to_none=True)
             collectives.agree(self._spent(mine, totals) if failures.cost(failures.counts(mine)) else None)
         return totals
 
     def _refuse(
-        self, share: _Share, gradients: dict[str, torch.Tensor], what: str, bad_ranks: list[int]
+        self,
+        learner: Learner,
+        share: _Share,
+        gradients: dict[str, torch.Tensor],
+        what: str,
+        bad_ranks: list[int],
     ) -> None:
         """Dump this rank's part if it is a bad one, then raise the first bad rank's error on every rank."""
         number = self.learner.completed_steps
@@ -254,7 +310,7 @@ class Trainer:
             samples = [
                 entry
                 for batch, loss in share.micro_batches
-                for entry in diagnostics.describe_batch(batch, loss.timesteps, loss.per_sample.tolist())
+                for entry in diagnostics.describe_batch(batch, loss.timesteps, loss.terms().tolist())
             ]
             suspects = [s["sample_id"] for s in samples if isinstance(s["loss"], str)] or [
                 s["sample_id"] for s in samples
@@ -262,10 +318,10 @@ class Trainer:
             content = {
                 "quantity": what,
                 "bad_ranks": bad_ranks,
-                "learning_rate": self.learner.learning_rate(number),
+                "learning_rate": learner.learning_rate(learner.completed_steps),
                 "samples": samples,
                 "bad_gradients": diagnostics.bad_tensors(gradients),
-                "bad_parameters": diagnostics.bad_tensors(self.learner.parameters),
+                "bad_parameters": diagnostics.bad_tensors(learner.parameters),
             }
             dump = diagnostics.write_dump(self.run_dir, number + 1, self.topology.rank, content)
             error = NonFiniteError(
@@ -273,8 +329,22 @@ class Trainer:
                 f"{', '.join(suspects[:4])}{' ...' if len(suspects) > 4 else ''}; optimizer, EMA and checkpoints are "
                 f"untouched; details in {dump}"
             )
-        self.learner.optimizer.zero_grad(set_to_none=True)
+        learner.optimizer.zero_grad(set_to_none=True)
         collectives.agree(error)
+
+
+@torch.no_grad()
+def _add_relative(
+    parameters: Mapping[str, torch.nn.Parameter], aside: Mapping[str, torch.Tensor], mean: float | None
+) -> None:
+    """Add `mean` times the relative gradients to those of `parameters`; ranks without a finite mean have been refused."""
+    factor = 1.0 if mean is None else mean
+    for name, gradient in aside.items():
+        parameter = parameters[name]
+        if parameter.grad is None:
+            parameter.grad = gradient.mul_(factor)
+        else:
+            parameter.grad.add_(gradient, alpha=factor)
 
 
 def fit(

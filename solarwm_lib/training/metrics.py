@@ -24,7 +24,9 @@ class StepRecord:
     `data_seconds` is the part of `step_seconds` that the step waited for its batch; `learning_rate` is the rate the
     step used; `gradient_norm` is before clipping; `memory_bytes` is the peak of rank 0's process or device so far.
     `batch_digest` is that of the samples the step read, as `solarwm data plan` prints it; `replaced` counts the clips of
-    the run, up to this step, that others stood in for, by reason.
+    the run, up to this step, that others stood in for, by reason. `details` are numbers that only some objectives have.
+
+    In Stage2 a step is an outer step: the numbers are the critic's, those of a student update stand in `details`.
     """
 
     step: int
@@ -39,6 +41,7 @@ class StepRecord:
     monotonic_time: float
     batch_digest: str = ""
     replaced: dict[str, int] = field(default_factory=dict)
+    details: dict[str, float] = field(default_factory=dict)
 
 
 class MetricsLog:

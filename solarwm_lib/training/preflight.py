@@ -1,7 +1,7 @@
 """Preflight: everything a long run will do, once and small, before it may start.
 
-Two optimizer steps on the run's real topology, a checkpoint written, read back and compared bit for bit, one validation
-slot sampled from it. What breaks after hours (the save path, the sampler, the disk) breaks here, and the report says
+Two optimizer steps on the run's real topology (in Stage2 as many as it takes until the student has moved), a checkpoint
+written, read back and compared bit for bit, one validation slot sampled from it. What breaks after hours (the save path, the sampler, the disk) breaks here, and the report says
 what the run will cost.
 """
 
@@ -13,6 +13,7 @@ import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from solarwm_lib.config.load import Resolved
 
 SCHEMA = "solarwm.preflight.v1"
-STEPS = 2
 REPORT = "report.json"
+
+
+def steps_of(resolved: Resolved) -> int:
+    """Optimizer steps of a preflight: the first pays for warming up, the others are one round of everything the run does."""
+    forcing = resolved.config.train.self_gradient_forcing
+    return 2 if forcing is None else 1 + forcing.critic_updates_per_student
 
 
 def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
@@ -52,15 +58,13 @@ def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
         if published is not None:
             return published
         started = time.perf_counter()
-        checkpoint = train.run(resolved, run_dir=scratch, until_step=STEPS, check_reload=True)
+        checkpoint = train.run(resolved, run_dir=scratch, until_step=steps_of(resolved), check_reload=True)
         training_seconds = time.perf_counter() - started
         validation = _validate_one_slot(resolved, checkpoint, scratch, topology)
 
         def publish() -> Artifact:
             records = metrics.read(scratch / metrics.FILE)
-            report = _report(
-                resolved, topology, checkpoint, records[-1], training_seconds, validation, target
-            )
+            report = _report(resolved, topology, checkpoint, records, training_seconds, validation, target)
             with Transaction(target, SCHEMA, identity, run.inputs.parents) as transaction:
                 transaction.write_json(REPORT, report)
                 transaction.write_bytes(metrics.FILE, (scratch / metrics.FILE).read_bytes())
@@ -84,12 +88,17 @@ def _reissue_or_clear(target: Path, identity: dict[str, Any], scratch: Path) -> 
 def _validate_one_slot(
     resolved: Resolved, checkpoint: Artifact, scratch: Path, topology: Topology
 ) -> dict[str, Any] | None:
-    """Sample slot 0 of one pass (a live one if there is any) from `checkpoint`; None if the run has no passes."""
+    """Sample slot 0 of one pass (a live one if there is any) from `checkpoint`.
+
+    None if the run has no pass that can be sampled yet: an average that starts later has no weights.
+    """
     from solarwm_lib.inference.plan import freeze_plan
     from solarwm_lib.inference.validation import validate
+    from solarwm_lib.training.checkpoint import read_state
     from solarwm_lib.training.collectives import on_main
 
-    passes = resolved.config.validation.passes
+    usable = ("live", "ema") if read_state(checkpoint).ema_updates else ("live",)
+    passes = [item for item in resolved.config.validation.passes if item.weights in usable]
     if not passes:
         return None
     chosen = next((item for item in passes if item.weights == "live"), passes[0])
@@ -112,16 +121,20 @@ def _report(
     resolved: Resolved,
     topology: Topology,
     checkpoint: Artifact,
-    last_step: dict[str, Any],
+    records: list[dict[str, Any]],
     training_seconds: float,
     validation: dict[str, Any] | None,
     target: Path,
 ) -> dict[str, Any]:
     """What was measured and what the whole run is estimated to need.
 
-    The last step is the measured one: the first also pays for warming up.
+    The first step also pays for warming up; times are means over the others, which are one round of all updates.
     """
-    config = resolved.config
+    config, last_step = resolved.config, records[-1]
+    seconds, data_seconds, rate = (
+        mean(record[key] for record in records[1:] or records)
+        for key in ("step_seconds", "data_seconds", "samples_per_second")
+    )
     saves = math.ceil(config.train.max_steps / config.checkpoint.save_every_steps)
     free = shutil.disk_usage(target.parent).free
     # Published checkpoints stay; rolling saves come on top, one more than are kept while a new one is written.
@@ -129,10 +142,10 @@ def _report(
     return {
         "schema": SCHEMA,
         "measured": {
-            "steps": STEPS,
-            "step_seconds": last_step["step_seconds"],
-            "data_seconds": last_step["data_seconds"],
-            "samples_per_second": last_step["samples_per_second"],
+            "steps": last_step["step"],
+            "step_seconds": seconds,
+            "data_seconds": data_seconds,
+            "samples_per_second": rate,
             "memory_bytes": last_step["memory_bytes"],
             "loss": last_step["loss"],
             "gradient_norm": last_step["gradient_norm"],
@@ -144,7 +157,7 @@ def _report(
             "validation": validation,
         },
         "estimated": {
-            "train_hours": config.train.max_steps * last_step["step_seconds"] / 3600.0,
+            "train_hours": config.train.max_steps * seconds / 3600.0,
             "checkpoints": saves,
             "disk_bytes": disk,
             "disk_suffices": disk <= free,

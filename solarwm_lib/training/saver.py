@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,11 @@ from solarwm_lib.runtime.errors import ArtifactError
 from solarwm_lib.training import checkpoint
 from solarwm_lib.training.checkpoint import State, Tensors
 from solarwm_lib.training.collectives import on_main
-from solarwm_lib.training.loop import Learner
+from solarwm_lib.training.learner import Learner
 from solarwm_lib.training.setup import Run
+
+if TYPE_CHECKING:
+    from solarwm_lib.training.stage2 import Distillation
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +29,11 @@ class Saver:
     """Writes the state of a run: rolling saves inside a segment, the published checkpoint at its end."""
 
     def __init__(
-        self, run: Run, learner: Learner, source: Artifact | None, history: list[dict[str, Any]]
+        self,
+        run: Run,
+        learner: Learner | Distillation,
+        source: Artifact | None,
+        history: list[dict[str, Any]],
     ) -> None:
         self.run, self.learner, self.history = run, learner, history
         self.parents: list[Any] = [*_published_ancestor(source), *run.inputs.parents]
@@ -34,13 +41,8 @@ class Saver:
         self.saved_step = learner.completed_steps if source is not None else -1
 
     def tensors(self) -> Tensors:
-        """The three tensor members of the current state."""
-        learner = self.learner
-        return Tensors(
-            learner.parameters,
-            learner.ema.shadow,
-            checkpoint.optimizer_tensors(learner.optimizer, learner.parameters),
-        )
+        """The tensor members of the current state."""
+        return self.learner.tensors()
 
     def require_space(self) -> None:
         """Raise ArtifactError at the start if the disk cannot take one more save: hours later is too late to say so."""
@@ -83,16 +85,15 @@ class Saver:
                     )
 
     def _save(self, target: Path) -> Artifact:
-        from solarwm_lib.training import checkpoint
-
         identity = {**self.run.identity, "step": self.learner.completed_steps}
 
         def save() -> Artifact:
             existing = artifacts.reissue(target, checkpoint.SCHEMA, identity)
             if existing is not None:
                 return existing
-            checkpoint.save(target, self.tensors(), self.state(), identity, self.parents)
-            return checkpoint.open_verified(target)
+            tensors = self.tensors()
+            checkpoint.save(target, tensors, self.state(), identity, self.parents)
+            return checkpoint.open_verified(target, (*tensors.members(), checkpoint.STATE))
 
         return on_main(self.run.topology, save)
 
@@ -102,12 +103,16 @@ class Saver:
                 log.info("removed %s, superseded by the verified save of step %d", path, step)
 
     def state(self) -> State:
-        """Everything but the tensors, at the current step."""
-        step = self.learner.completed_steps
+        """Everything but the tensors, at the current step. Raises ArtifactError if counters are not what the step implies."""
+        step, counters = self.learner.completed_steps, self.learner.counters()
+        if counters != self.learner.counters_after(step):
+            raise ArtifactError(
+                f"{self.run.run_dir}: counters {counters} at step {step}, expected {self.learner.counters_after(step)}; not saved"
+            )
         return State(
             completed_steps=step,
-            ema_updates=self.learner.ema.updates,
-            stream_position=step * self.run.plan.global_batch_size,
+            ema_updates=self.learner.ema_updates(),
+            stream_position=self.learner.batches_after(step) * self.run.plan.global_batch_size,
             learning_rate=self.learner.learning_rate(step),
             global_batch_size=self.run.plan.global_batch_size,
             history=_extended(self.history, self._stretch(step)),
@@ -116,6 +121,7 @@ class Saver:
                 "semantic_digest": self.run.resolved.semantic_digest,
                 "config": _nested(semantic_view(self.run.resolved.values)),
                 "replaced": self.learner.replaced,
+                **({"counters": counters} if counters else {}),
             },
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,44 +16,62 @@ from solarwm_lib.training.topology import BatchPlan, Topology, from_environment
 if TYPE_CHECKING:
     import torch
 
-    from solarwm_lib.backbones.protocol import Backbone
+    from solarwm_lib.backbones.protocol import Backbone, CausalBackbone
     from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.load import Resolved
+    from solarwm_lib.config.sections import Optimizer
     from solarwm_lib.data.dataset import RawClips
     from solarwm_lib.data.latents import LatentClips
     from solarwm_lib.training.batches import Batches
-    from solarwm_lib.training.loop import Learner, Objective
+    from solarwm_lib.training.learner import Learner, Objective
     from solarwm_lib.training.sources import LatentSource, OnlineSource
+
+GATE = 0.25  # weight of the second time embedding, as `backbones.second_time` has it
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The published artifacts a run is made from; their digests, not their paths, are its identity.
 
-    `latents` is the merged index of the generation that a preencoded run trains from.
+    `latents` is the merged index of the generation that a preencoded run trains from; `roles` are Stage2's checkpoints.
     """
 
     dataset: Artifact
     assets: Artifact
     initial: Artifact | None
     latents: Artifact | None = None
+    roles: dict[str, Artifact] = field(default_factory=dict)
 
     @property
     def parents(self) -> list[Artifact]:
         """What everything the run publishes is made from."""
-        return [a for a in (self.dataset, self.latents, self.assets, self.initial) if a is not None]
+        roles = {artifact.path: artifact for artifact in self.roles.values()}
+        found = (self.dataset, self.latents, self.assets, self.initial, *roles.values())
+        return [artifact for artifact in found if artifact is not None]
 
 
 def refuse_unsupported(resolved: Resolved) -> None:
     """Raise ConfigError for what the schema can say but this trainer cannot do."""
     config = resolved.config
+    stage, mode = config.train.stage, config.train.timestep_mode
+    wanted = "uniform_per_video" if stage == "stage0p5" else "per_block"
+    anyflow, forcing = config.train.anyflow, config.train.self_gradient_forcing
+    rollout = forcing.rollout_latent_frames if forcing else None
     problems = (
-        (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only Stage0.5 of wan22_ti2v_5b trains"),
+        (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only wan22_ti2v_5b trains"),
         (config.train.strategy != "replicate", f"train.strategy {config.train.strategy}", "use replicate"),
         (config.distributed.sequence_parallel_size != 1,
          f"distributed.sequence_parallel_size {config.distributed.sequence_parallel_size}", "use 1"),
-        (config.train.timestep_mode != "uniform_per_video",
-         f"train.timestep_mode {config.train.timestep_mode}", "use uniform_per_video"),
+        (mode != wanted, f"train.timestep_mode {mode} in {stage}", f"use {wanted}"),
+        (anyflow is not None and anyflow.gate != GATE,
+         f"train.anyflow.gate {anyflow.gate if anyflow else ''}", f"use {GATE}"),
+        (forcing is not None and forcing.context_timestep != 0,
+         f"train.self_gradient_forcing.context_timestep {forcing.context_timestep if forcing else ''}", "use 0"),
+        (rollout not in (None, config.data.latent_frames),
+         f"train.self_gradient_forcing.rollout_latent_frames {rollout}",
+         f"use null: data.latent_frames {config.data.latent_frames}"),
+        (stage == "stage2" and config.checkpoint.mode == "full_resume", "checkpoint.mode full_resume in stage2",
+         "use roles: the run continues by itself from the saves in its own directory"),
     )  # fmt: skip
     for refused, found, remedy in problems:
         if refused:
@@ -75,8 +94,9 @@ def topology_of(resolved: Resolved) -> tuple[Topology, BatchPlan]:
 
 
 def read_inputs(resolved: Resolved) -> Inputs:
-    """Read the markers of data set, base assets and, for a run that starts from one, the initial checkpoint."""
+    """Read the markers of data set, base assets and, for a run that starts from some, the initial checkpoints."""
     from solarwm_lib.data.dataset import read_dataset
+    from solarwm_lib.training.initial import read_roles
 
     config = resolved.config
     initial = None
@@ -90,7 +110,8 @@ def read_inputs(resolved: Resolved) -> Inputs:
 
         latents = read_generation(config.data.latents_root)
     dataset = read_dataset(config.data.root, shards_elsewhere=bool(config.data.transport.root))
-    return Inputs(dataset, artifacts.read(Path(config.model.base_path)), initial, latents)
+    assets = artifacts.read(Path(config.model.base_path))
+    return Inputs(dataset, assets, initial, latents, read_roles(config))
 
 
 def identity_of(resolved: Resolved, inputs: Inputs) -> dict[str, Any]:
@@ -101,6 +122,7 @@ def identity_of(resolved: Resolved, inputs: Inputs) -> dict[str, Any]:
         "assets": inputs.assets.digest,
         "initial": inputs.initial.digest if inputs.initial else None,
         **({"latents": inputs.latents.digest} if inputs.latents else {}),
+        **{role: artifact.digest for role, artifact in inputs.roles.items()},
     }
 
 
@@ -129,11 +151,24 @@ class Run:
 
 
 def open_run(resolved: Resolved, run_dir: Path) -> Run:
-    """Check all that can be checked without torch, and return the run; nothing is allocated or written."""
+    """Check all that can be checked before a model exists, and return the run; nothing is allocated or written."""
+    from solarwm_lib.training import initial
+
     refuse_unsupported(resolved)
     topology, plan = topology_of(resolved)
     inputs = read_inputs(resolved)
+    found = inputs.roles if inputs.initial is None else {"initial": inputs.initial}
+    initial.check(resolved, found)
+    _check_negative_embedding(resolved)
     return Run(resolved, run_dir, topology, plan, inputs, identity_of(resolved, inputs))
+
+
+def _check_negative_embedding(resolved: Resolved) -> None:
+    anyflow = resolved.config.train.anyflow
+    if anyflow is not None and anyflow.negative_embedding:
+        from solarwm_lib.training.prompts import embedding_file
+
+        embedding_file(resolved)
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -147,13 +182,16 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def build_backbone(resolved: Resolved, device: torch.device) -> Wan22:
-    """Load the float32 base weights in training mode."""
+    """Load the float32 base weights in training mode; a flow map's second time starts as a copy of the first."""
     from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.architectures import load_architecture
 
     config = resolved.config
     architecture = load_architecture(config.model.architecture)
-    backbone = Wan22.from_pretrained(config.model.base_path, architecture, config.model).to(device)
+    anyflow = config.train.anyflow is not None
+    backbone = Wan22.from_pretrained(config.model.base_path, architecture, config.model, anyflow=anyflow).to(
+        device
+    )
     backbone.train().requires_grad_(True)
     if config.train.activation_checkpointing:
         backbone.transformer.enable_gradient_checkpointing()  # type: ignore[attr-defined]
@@ -161,48 +199,73 @@ def build_backbone(resolved: Resolved, device: torch.device) -> Wan22:
 
 
 def build_learner(resolved: Resolved, backbone: Backbone, initial: Artifact | None) -> Learner:
-    """Return parameters, optimizer and average at step 0, from base weights or from `initial` (weights_only)."""
-    from functools import partial
+    """Return parameters, optimizer and average at step 0, from base weights or from `initial` (weights_only).
 
-    from solarwm_lib.training import checkpoint, optim
+    The source of a flow map has no second time: its four tensors become copies of the first, live and average alike.
+    """
+    from solarwm_lib.training import checkpoint
     from solarwm_lib.training.ema import Ema, EmaCadence
-    from solarwm_lib.training.loop import Learner
+    from solarwm_lib.training.learner import Learner
 
     train = resolved.config.train
     parameters = dict(backbone.trainable())
+    stored: Mapping[str, torch.Tensor] = parameters
+    if backbone.anyflow:
+        from solarwm_lib.backbones import second_time
+
+        stored = {name: p for name, p in parameters.items() if name not in second_time.TENSORS}
     ema_weights = None
     if initial is not None and resolved.config.checkpoint.mode == "weights_only":
         live_role, ema_role = _weight_roles(resolved.config.checkpoint.weights)
         source_step = resolved.config.checkpoint.source_step
-        ema_weights = checkpoint.load_weights(initial.path, ema_role, parameters, source_step)
+        ema_weights = checkpoint.load_weights(initial.path, ema_role, stored, source_step)
         live = (
             ema_weights
             if live_role == ema_role
-            else checkpoint.load_weights(initial.path, live_role, parameters, source_step)
+            else checkpoint.load_weights(initial.path, live_role, stored, source_step)
         )
-        checkpoint.copy_into(parameters, live)
+        checkpoint.copy_into(stored, live)
+        if backbone.anyflow:
+            second_time.copy_time(backbone.transformer)
     cadence = EmaCadence(
         train.ema.decay, train.ema.start_step, train.ema.update_every, train.ema.warmup_steps
     )
     ema = Ema.of(parameters, cadence)
     if ema_weights is not None:
-        checkpoint.copy_into(ema.shadow, ema_weights)
-    settings = train.optimizer
-    optimizer = optim.adamw(
+        checkpoint.copy_into({name: ema.shadow[name] for name in stored}, ema_weights)
+    optimizer = build_optimizer(train.optimizer, parameters)
+    rate = schedule(train.optimizer, train.max_steps)
+    return Learner(parameters, optimizer, ema, rate, train.optimizer.gradient_clip)
+
+
+def build_optimizer(
+    settings: Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return AdamW over `parameters` with its slots allocated."""
+    from solarwm_lib.training import optim
+
+    return optim.adamw(
         parameters.values(),
         learning_rate=settings.learning_rate,
         betas=(settings.betas[0], settings.betas[1]),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
-    schedule = partial(
+
+
+def schedule(settings: Optimizer, total_steps: int) -> Callable[[int], float]:
+    """Return the learning rate as a function of the completed updates of a network that will make `total_steps`."""
+    from functools import partial
+
+    from solarwm_lib.training import optim
+
+    return partial(
         optim.learning_rate,
         base=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
-        total_steps=train.max_steps,
+        total_steps=total_steps,
         minimum_ratio=settings.min_learning_rate_ratio,
     )
-    return Learner(parameters, optimizer, ema, schedule, settings.gradient_clip)
 
 
 def _weight_roles(weights: Any) -> tuple[str, str]:
@@ -319,16 +382,30 @@ def build_source(resolved: Resolved, device: torch.device) -> OnlineSource | Lat
     codec.vae.to(device)
     text = TextEncoder.from_pretrained(model.base_path, model.text_length)
     text.encoder.to(device)
-    return OnlineSource(clips, codec, text, device)
+    return OnlineSource(clips, codec, text, device, anchor_only=resolved.config.train.stage == "stage2")
 
 
-def build_objective(resolved: Resolved, backbone: Backbone, device: torch.device) -> Objective:
-    """Return the loss of a micro-batch under Stage0.5 flow matching; all its randomness is keyed by sample index."""
+def build_objective(
+    resolved: Resolved,
+    backbone: CausalBackbone,
+    device: torch.device,
+    negative_embeds: torch.Tensor | None = None,
+) -> Objective:
+    """Return the loss of a micro-batch of Stage0.5 or Stage1; all its randomness is keyed by sample index.
+
+    `negative_embeds` `[1,L,D]` is what an AnyFlow guidance leads away from.
+    """
+    if resolved.config.train.stage == "stage1":
+        from solarwm_lib.training import stage1
+
+        if resolved.config.train.anyflow is not None:
+            return stage1.forward_map(resolved, backbone, device, negative_embeds)
+        return stage1.flow_matching(resolved, backbone, device)
     import torch
 
     from solarwm_lib.objectives import flow_matching
     from solarwm_lib.training.batches import Batch
-    from solarwm_lib.training.loop import Loss
+    from solarwm_lib.training.learner import Loss
 
     config = resolved.config
     table = flow_matching.schedule(config.model.timestep_shift, config.train.num_train_timesteps)

@@ -107,7 +107,10 @@ class Source(Protocol):
 
 
 class OnlineSource:
-    """Raw clips through the frozen codec and text encoder, which are on `device`."""
+    """Raw clips through the frozen codec and text encoder, which are on `device`.
+
+    `anchor_only` encodes a clip's first frame alone; its other latents are zero. Stage2 needs no more.
+    """
 
     def __init__(
         self,
@@ -116,8 +119,10 @@ class OnlineSource:
         text: TextEncoder,
         device: torch.device,
         prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
+        anchor_only: bool = False,
     ) -> None:
         self.clips = clips
+        self._anchor_only = anchor_only
         self._codec, self._text, self._device = codec, text, device
         self._prompts: ByteCache[str, torch.Tensor] = ByteCache(prompt_cache_bytes, lambda t: t.nbytes)
 
@@ -131,18 +136,22 @@ class OnlineSource:
 
     def encode(self, sample: Sample) -> EncodedClip:
         """Return float32 latents `[T,C,h,w]` and prompt embeddings `[L,D]`."""
-        latents = self._codec.encode(to_video(sample.frames[None]).to(self._device))[0].float().cpu()
+        frames = sample.frames[:1] if self._anchor_only else sample.frames
+        latents = self._codec.encode(to_video(frames[None]).to(self._device))[0].float().cpu()
+        if self._anchor_only:
+            latents = torch.cat([latents, latents.new_zeros(len(sample.w2c) - 1, *latents.shape[1:])])
         return EncodedClip(
             sample.sample_id,
             sample.start_frame,
             sample.caption,
             latents,
-            self._prompt(sample.caption),
+            self.prompt(sample.caption),
             sample.w2c,
             sample.intrinsics,
         )
 
-    def _prompt(self, caption: str) -> torch.Tensor:
+    def prompt(self, caption: str) -> torch.Tensor:
+        """Return the float32 embedding `[L,D]` of a text, on the CPU."""
         held = self._prompts.get(caption)
         if held is None:
             held = self._text.encode([caption])[0].float().cpu()

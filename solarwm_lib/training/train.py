@@ -18,9 +18,14 @@ from solarwm_lib.training import setup
 from solarwm_lib.training.setup import Run
 
 if TYPE_CHECKING:
+    import torch
+
     from solarwm_lib.config.load import Resolved
-    from solarwm_lib.training.loop import Learner, Trainer
+    from solarwm_lib.training.batches import Batches
+    from solarwm_lib.training.learner import Learner
+    from solarwm_lib.training.loop import Trainer
     from solarwm_lib.training.saver import Saver
+    from solarwm_lib.training.stage2 import Distillation
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ def run(
         raise ConfigError(f"--until-step is {until_step}; expected at least 1")
     run = setup.open_run(resolved, run_dir)
 
-    from solarwm_lib.training import checkpoint, loop
+    from solarwm_lib.training import checkpoint
     from solarwm_lib.training.collectives import on_main, process_group
     from solarwm_lib.training.saver import Saver
 
@@ -65,27 +70,14 @@ def run(
         source = on_main(run.topology, lambda: find_source(run, until_step, resume))
 
         heartbeat.beat("build", 0)
-        backbone = setup.build_backbone(resolved, device)
-        learner = setup.build_learner(resolved, backbone, run.inputs.initial)
+        learner, trainer_of = build(run, device, resumed=source is not None)
         history = restore(run, learner, source) if source is not None else []
         saver = Saver(run, learner, source, history)
         saver.require_space()
 
         if learner.completed_steps < until_step:
-            objective = setup.build_objective(resolved, backbone, device)
             batches = setup.build_batches(resolved, device, run.topology)
-            trainer = loop.Trainer(
-                learner,
-                objective,
-                batches,
-                run.plan,
-                run.topology,
-                run_dir,
-                heartbeat,
-                stop,
-                resolved.config.data.failure_budget,
-            )
-            fit(run, trainer, saver, until_step)
+            fit(run, trainer_of(batches, heartbeat, stop), saver, until_step)
 
         heartbeat.beat("publish", learner.completed_steps)
         artifact = saver.publish(target)
@@ -93,6 +85,41 @@ def run(
             on_main(run.topology, lambda: saver.require_equal(artifact))
         heartbeat.beat("complete", learner.completed_steps)
         return artifact
+
+
+def build(
+    run: Run, device: torch.device, *, resumed: bool
+) -> tuple[Learner | Distillation, Callable[[Batches, Heartbeat, StopRequest], Trainer]]:
+    """Return the learner of the run's stage at step 0, and what makes its trainer once there are batches."""
+    from solarwm_lib.training import loop, prompts
+
+    resolved = run.resolved
+    common = (run.plan, run.topology, run.run_dir)
+    budget = resolved.config.data.failure_budget
+
+    if resolved.route.stage == "stage2":
+        from solarwm_lib.training import stage2
+
+        models, distillation = stage2.build(run, device, resumed=resumed)
+
+        def distil(batches: Batches, heartbeat: Heartbeat, stop: StopRequest) -> Trainer:
+            negative = prompts.negative_embeds(resolved, batches.source, device)
+            student, critic = stage2.objectives(resolved, models, device, negative)
+            return stage2.DistillationTrainer(
+                distillation, critic, batches, *common, heartbeat, stop, budget, student_objective=student
+            )
+
+        return distillation, distil
+
+    backbone = setup.build_backbone(resolved, device)
+    learner = setup.build_learner(resolved, backbone, None if resumed else run.inputs.initial)
+
+    def train(batches: Batches, heartbeat: Heartbeat, stop: StopRequest) -> Trainer:
+        negative = prompts.negative_embeds(resolved, batches.source, device)
+        objective = setup.build_objective(resolved, backbone, device, negative)
+        return loop.Trainer(learner, objective, batches, *common, heartbeat, stop, budget)
+
+    return learner, train
 
 
 def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
@@ -114,12 +141,20 @@ def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
     if not complete:
         return _full_resume_source(run)
     try:
-        artifact = checkpoint.open_verified(complete[0].path)
+        artifact = checkpoint.open_verified(complete[0].path, inventory(run))
     except ArtifactError as error:
         older = f"; the next older one is {complete[1].path.name}" if complete[1:] else ""
         raise ArtifactError(f"{error}, or remove {complete[0].path} to go on without it{older}") from error
     setup.refuse_other_identity(artifact, run.identity)
     return artifact
+
+
+def inventory(run: Run) -> tuple[str, ...]:
+    """Members that a save of this run has."""
+    from solarwm_lib.training import checkpoint
+
+    is_stage2 = run.resolved.route.stage == "stage2"
+    return checkpoint.STAGE2_INVENTORY if is_stage2 else checkpoint.INVENTORY
 
 
 def _full_resume_source(run: Run) -> Artifact | None:
@@ -147,7 +182,7 @@ def _full_resume_source(run: Run) -> Artifact | None:
     return artifact
 
 
-def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]]:
+def restore(run: Run, learner: Learner | Distillation, source: Artifact) -> list[dict[str, Any]]:
     """Load the whole state of `source` into `learner`; return its history.
 
     Counters are compared with what the step implies, so a schedule, EMA or stream that restarted cannot go unnoticed.
@@ -158,10 +193,11 @@ def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]
     step = state.completed_steps
     implied = {
         "step": source.identity.get("step"),
-        "ema_updates": learner.ema.cadence.updates_after(step),
+        "ema_updates": learner.ema_updates_after(step),
         "global_batch_size": run.plan.global_batch_size,
-        "stream_position": step * run.plan.global_batch_size,
+        "stream_position": learner.batches_after(step) * run.plan.global_batch_size,
         "learning_rate": learner.learning_rate(step),
+        "counters": learner.counters_after(step),
     }
     held = {
         "step": step,
@@ -169,6 +205,7 @@ def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]
         "global_batch_size": state.global_batch_size,
         "stream_position": state.stream_position,
         "learning_rate": state.learning_rate,
+        "counters": state.run.get("counters", {}),
     }
     # Another machine's libm may differ in the last bit of the cosine.
     if math.isclose(state.learning_rate, implied["learning_rate"], rel_tol=1e-12):
@@ -178,15 +215,9 @@ def restore(run: Run, learner: Learner, source: Artifact) -> list[dict[str, Any]
             f"{source.path}: its state does not fit step {step} of this run: {'; '.join(differences)}"
         )
     device = next(iter(learner.parameters.values())).device
-    slots = checkpoint.optimizer_tensors(learner.optimizer, learner.parameters)
-    for member, targets in (
-        (checkpoint.MODEL, learner.parameters),
-        (checkpoint.EMA, learner.ema.shadow),
-        (checkpoint.OPTIMIZER, slots),
-    ):
+    for member, targets in learner.tensors().members().items():
         checkpoint.copy_into(targets, checkpoint.load_tensors(source.file(member), targets, device))
-    learner.completed_steps = step
-    learner.ema.updates = state.ema_updates
+    learner.resume(step, state.ema_updates)
     learner.replaced = dict(state.run.get("replaced", {}))
     return state.history
 

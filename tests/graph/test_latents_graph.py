@@ -105,7 +105,7 @@ def test_a_run_trains_from_its_latents_and_validates_on_clips():
     assert config.data.root == str(Path("results/data/room").absolute())
     assert chain.training_inputs("smoke")["latents"] == INDEX
     assert "latents" not in chain.run_inputs("smoke") and "latents" not in chain.inference_inputs("tour")
-    assert chain.resolved_inference("tour").config.data.encoding == "online"
+    assert chain.resolved_inference["tour"].config.data.encoding == "online"
 
 
 def test_a_run_without_latents_encodes_while_it_trains():
@@ -198,7 +198,7 @@ def test_data_that_exists_already_is_used_where_it_is(tmp_path, monkeypatch):
     chain = workflow(config)
     assert chain.data_marker("room") == f"{root}/COMPLETE.json"
     assert chain.resolved["smoke"].config.data.root == str(root)
-    assert chain.names_pattern("synthetic") == "(?!)"
+    assert chain.names_pattern("data", "synthetic") == "(?!)"
     config["data"]["room"]["root"] = "Zoé's data #1/"
     relative = workflow(config)
     assert relative.data_marker("room") == "Zoé's data #1/COMPLETE.json"

@@ -1,5 +1,7 @@
 """A Wan architecture small enough for millisecond tests, cameras, and the weights to put on it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -30,9 +32,21 @@ def model_section(transform: str = "linear", mode: str = "fused_prope") -> Simpl
     return SimpleNamespace(camera_attention_mode=mode, camera_translation_transform=transform)
 
 
-def backbone(transform: str = "linear") -> Wan22:
+def backbone(transform: str = "linear", anyflow: bool = False, layers: int = 2) -> Wan22:
     torch.manual_seed(0)
-    return Wan22.from_config(ARCHITECTURE, model_section(transform))
+    architecture = ARCHITECTURE | {"transformer": ARCHITECTURE["transformer"] | {"num_layers": layers}}
+    return Wan22.from_config(architecture, model_section(transform), anyflow=anyflow)
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Let diffusers' float32 islands (`.float()` around norms and modulation) be float64, for models made `.double()`."""
+    narrow = Tensor.float
+    Tensor.float = Tensor.double
+    try:
+        yield
+    finally:
+        Tensor.float = narrow
 
 
 def cameras(batch: int, frames: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -50,13 +64,22 @@ def cameras(batch: int, frames: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return w2c, intrinsics
 
 
-def inputs(batch: int = 2, frames: int = 3) -> dict[str, Tensor]:
+def inputs(batch: int = 2, frames: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     w2c, intrinsics = cameras(batch, frames)
-    return {
+    case = {
         "latents": torch.randn(batch, frames, 8, 4, 6, generator=generator),
         "timesteps": 1000 * torch.rand(batch, frames, generator=generator),
         "prompt_embeds": torch.randn(batch, 5, 12, generator=generator),
         "w2c": w2c,
         "intrinsics": intrinsics,
     }
+    return {name: value.to(dtype) for name, value in case.items()}
+
+
+def rigid(case: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`case` with w2c rotations orthogonal to float64's precision: cast from float32 they are so to 1e-7 only."""
+    w2c = case["w2c"].clone()
+    left, _, right = torch.linalg.svd(w2c[..., :3, :3])
+    w2c[..., :3, :3] = left @ right
+    return case | {"w2c": w2c}

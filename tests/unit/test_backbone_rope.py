@@ -51,3 +51,25 @@ def test_a_table_first_built_while_sampling_serves_training():
     x = torch.randn(1, 42, 1, 24, requires_grad=True)
     rope.apply(x, table).sum().backward()
     assert x.grad is not None
+
+
+def test_frames_stand_where_their_ids_say():
+    """Clean and noisy halves share ids; a window's frames may start anywhere."""
+    grid = rope.grid_positions(5, 2, 3)
+    assert torch.equal(rope.frame_positions((0, 1, 0, 1), 2, 3), torch.cat((grid[:12], grid[:12])))
+    assert torch.equal(rope.frame_positions(range(3, 5), 2, 3), grid[18:])
+    table = rope.frame_rotations(range(5), 2, 3, 24, torch.device("cpu"))
+    assert torch.equal(table, rope.grid_rotations(5, 2, 3, 24, torch.device("cpu")))
+    assert torch.equal(table[:, 18:], rope.frame_rotations((3, 4), 2, 3, 24, torch.device("cpu")))
+
+
+def test_float64_stays_exact():
+    """Shifted positions leave q.k unchanged to rounding in float64; a float32 table would show at 1e-7."""
+    q, k = torch.randn(2, 1, 12, 1, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = []
+    for ids in ((0, 1), (300, 301)):
+        table = rope.frame_rotations(ids, 2, 3, 24, torch.device("cpu"), torch.float64)
+        rotated = [rope.apply(x, table) for x in (q, k)]
+        assert rotated[0].dtype == torch.float64
+        logits.append(torch.einsum("blnd,bmnd->blm", *rotated))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-10)

@@ -29,20 +29,69 @@ def refusal(*sets: str, path: Path = TRAIN_81, overlays: tuple[Path, ...] = ()) 
     return message
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("scale", [None, "smoke", "demo", "study"])
-def test_every_recipe_resolves_at_every_scale(recipe: Path, scale: str | None) -> None:
-    resolved = load(recipe, overlays=[CONFIG_ROOT / "scales" / f"{scale}.yaml"] if scale else [])
-    preencodes = recipe.stem.startswith("preencode")
-    route = "preencode:none:none" if preencodes else "stage0p5:bidirectional:flow_matching"
-    assert resolved.route.key == f"wan22_ti2v_5b:{route}"
-    assert resolved.route.runs
-    if scale is None:
-        assert resolved.deviations == []
-        assert resolved.recipe == f"wan22_ti2v_5b/{recipe.name}"
-    else:
-        assert resolved.config.data.latent_frames == 9 and resolved.config.model.architecture == "wan22-tiny"
-        assert {"key": "data.height", "value": 64, "released": 480} in resolved.deviations
+# The released examples (wan22.md 9.1) and the two preencodings that the release has no example of (81 frames, A14B's own).
+EXAMPLES = {
+    "wan22_ti2v_5b": (
+        "train_stage0p5_fm_81f", "train_stage0p5_fm_153f", "train_stage1_tf_fm_81f", "train_stage1_tf_anyflow_v1_5_81f",
+        "train_stage2_sgf_81f", "infer_stage0p5_fm_81f", "infer_stage0p5_fm_153f", "infer_stage1_tf_anyflow_v1_5_81f",
+        "infer_stage2_sgf_81f", "infer_stage2_sgf_camera_length", "preencode_81f", "preencode_153f",
+    ),
+    "wan22_i2v_a14b": ("train_stage0p5_fm_81f", "train_stage0p5_fm_153f", "infer_stage0p5_fm_81f", "preencode_153f"),
+}  # fmt: skip
+ROUTES = {
+    "preencode": "preencode:none:none",
+    "stage0p5": "stage0p5:bidirectional:flow_matching",
+    "stage1_tf_fm": "stage1:teacher_forcing:flow_matching",
+    "stage1_tf_anyflow": "stage1:teacher_forcing:anyflow_forward_map:v1_5",
+    "stage2": "stage2:self_gradient_forcing:flow_matching",
+}
+
+
+def route_of(recipe: Path) -> str:
+    return f"{recipe.parent.name}:{next(route for word, route in ROUTES.items() if word in recipe.stem)}"
+
+
+def overlays_for(recipe: Path, scale: str) -> list[Path]:
+    """The overlay of a scale, and the one that goes with it for the causal stages."""
+    stages = [word for word in ("stage1", "stage2") if word in recipe.stem]
+    return [CONFIG_ROOT / "scales" / f"{name}.yaml" for name in (scale, *(f"{scale}_{s}" for s in stages))]
+
+
+def test_there_is_a_recipe_for_every_released_example() -> None:
+    found = {(path.parent.name, path.stem) for path in RECIPES.parent.rglob("*.yaml")}
+    assert found == {(family, name) for family, names in EXAMPLES.items() for name in names}
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted(RECIPES.parent.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_every_recipe_resolves_to_its_route_and_deviates_from_nothing(recipe: Path) -> None:
+    resolved = load(recipe)
+    assert resolved.route.key == route_of(recipe)
+    assert resolved.deviations == []
+    assert resolved.recipe == f"{recipe.parent.name}/{recipe.name}"
+
+
+# Of Stage1, the larger scales train what is released: AnyFlow.
+SCALED = [
+    (recipe, scale)
+    for recipe in sorted(RECIPES.glob("*.yaml"))
+    for scale in ("smoke", "demo", "study")
+    if scale == "smoke" or "tf_fm" not in recipe.stem
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scale"), SCALED, ids=lambda part: part if isinstance(part, str) else part.stem
+)
+def test_every_recipe_resolves_at_every_scale(recipe: Path, scale: str) -> None:
+    overlays = overlays_for(recipe, scale)
+    one_pass = "validation.passes=[{name: model, weights: ema, num_inference_steps: 4}]"
+    sets = [one_pass] if recipe.stem.endswith("camera_length") else []
+    resolved = load(recipe, overlays=overlays, sets=sets)
+    assert resolved.route.key == route_of(recipe) and resolved.route.runs
+    assert resolved.config.data.latent_frames == 9 and resolved.config.model.architecture == "wan22-tiny"
+    assert {"key": "data.height", "value": 64, "released": 480} in resolved.deviations
 
 
 @pytest.mark.parametrize("scale", ["smoke", "demo", "study"])
@@ -95,6 +144,102 @@ def test_the_153_frame_recipe_continues_from_the_81_frame_checkpoint_on_stored_l
         30000,
     )
     assert config.train.activation_checkpointing and not config.data.random_start
+
+
+def passes_of(values: dict[str, Any]) -> list[tuple[Any, ...]]:
+    keys = ("name", "weights", "mode", "solver", "num_inference_steps", "rollout_latent_frames")
+    return [tuple(entry[key] for key in keys) for entry in values["validation"]["passes"]]
+
+
+ADAMW = {"learning_rate": 5e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01, "gradient_clip": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "decay", "warmup", "solver", "steps"),
+    [
+        ("train_stage1_tf_fm_81f", 0.9999, 0, "unipc", (50,)),
+        ("train_stage1_tf_anyflow_v1_5_81f", 0.999, 1000, "flowmap", (50, 4)),
+    ],
+)
+def test_the_stage1_recipes_hold_the_released_numbers(name, decay, warmup, solver, steps) -> None:
+    values = load(RECIPES / f"{name}.yaml").values
+    train, checkpoint = values["train"], values["checkpoint"]
+    # wan22.md 4.2, 4.3, 6.1
+    assert train["optimizer"] == {**ADAMW, "warmup_steps": 500, "min_learning_rate_ratio": 0.1}
+    assert (train["max_steps"], train["global_batch_size"], train["timestep_mode"]) == (
+        20000,
+        256,
+        "per_block",
+    )
+    assert train["ema"] == {"decay": decay, "start_step": 0, "update_every": 1, "warmup_steps": warmup}
+    causal = values["model"]["causal"]
+    assert (
+        causal["chunk_latent_frames"],
+        causal["max_prior_clean_chunks"],
+        causal["sink_latent_frames"],
+    ) == (3, 5, 0)
+    assert causal["local_attention_latent_frames"] == 21
+    assert (checkpoint["mode"], checkpoint["weights"], checkpoint["source_step"]) == (
+        "weights_only",
+        "ema",
+        30000,
+    )
+    sampled = [
+        (weights, mode, found, number, rollout)
+        for _, weights, mode, found, number, rollout in passes_of(values)
+    ]
+    assert sampled == [(w, "autoregressive", solver, n, 60) for w in ("live", "ema") for n in steps]
+    assert (
+        values["validation"]["variable_rollout_by_source"]
+        and values["validation"]["min_rollout_latent_frames"] == 21
+    )
+    if name.endswith("v1_5_81f"):
+        wanted = {"gate": 0.25, "delta_time": "r", "epsilon": 5.0, "diffusion_ratio": 0.5, "consistency_ratio": 0.25,
+                  "guidance_scale": 3.0, "weight_type": "gaussian"}  # fmt: skip
+        assert wanted.items() <= train["anyflow"].items()
+
+
+def test_the_stage2_recipe_holds_the_released_numbers() -> None:
+    values = load(RECIPES / "train_stage2_sgf_81f.yaml").values
+    train, roles = values["train"], values["checkpoint"]["initialization"]
+    # wan22.md 5, operations.md 3.7.3
+    student = {"learning_rate": 2e-6, "betas": [0.0, 0.999], "eps": 1e-8, "weight_decay": 0.0, "gradient_clip": 10.0,
+               "warmup_steps": 0, "min_learning_rate_ratio": 1.0}  # fmt: skip
+    forcing = train["self_gradient_forcing"]
+    assert train["optimizer"] == student
+    assert forcing["critic_optimizer"] == {**student, "learning_rate": 4e-7}
+    assert train["ema"] == {"decay": 0.99, "start_step": 39, "update_every": 1, "warmup_steps": 0}
+    assert (train["max_steps"], train["global_batch_size"], train["gradient_accumulation_steps"]) == (
+        4000,
+        256,
+        1,
+    )
+    assert (forcing["critic_updates_per_student"], forcing["denoising_timesteps"]) == (
+        5,
+        [1000, 750, 500, 250],
+    )
+    assert (forcing["score_min_timestep"], forcing["score_max_timestep"]) == (20, 980)
+    assert (forcing["real_guidance_scale"], forcing["fake_guidance_scale"]) == (3.0, 0.0)
+    assert values["model"]["causal"]["local_attention_latent_frames"] == 18
+    assert [(roles[r]["weights"], roles[r]["source_step"]) for r in ("student", "teacher", "critic")] == [
+        ("ema", 3000), ("live", 30000), ("live", 30000),
+    ]  # fmt: skip
+    assert passes_of(values) == [(w, w, "autoregressive", "self_forcing", 4, 60) for w in ("live", "ema")]
+
+
+def test_the_camera_length_recipe_samples_one_case_without_guards() -> None:
+    config = load(RECIPES / "infer_stage2_sgf_camera_length.yaml").config
+    assert (config.inference.length, config.inference.sample_count, config.data.random_start) == (
+        "camera",
+        1,
+        False,
+    )
+    assert (config.inference.horizon_rounding, config.inference.output_layout) == (
+        "documented",
+        "dataset_triplet_v1",
+    )
+    assert config.validation.max_relative_translation is config.validation.max_camera_absolute is None
+    assert [(item.name, item.weights) for item in config.validation.passes] == [("model", "ema")]
 
 
 def test_set_and_file_give_the_same_digests(tmp_path: Path) -> None:

@@ -278,3 +278,17 @@ def test_a_cache_is_bounded_by_bytes():
     assert 3 in cache and 4 not in cache
     cache.put(10, bytes(11))
     assert 10 not in cache
+
+
+def test_stage2_encodes_the_first_frame_alone_and_gets_the_same_latent(tiny_world, tmp_path):
+    from solarwm_lib.training.sources import OnlineSource
+
+    whole = setup.build_source(tiny_world.resolve(tmp_path), CPU)
+    first = OnlineSource(whole.clips, whole._codec, whole._text, CPU, anchor_only=True)
+    planned = whole.clips.plan.occurrence_at(0)
+    expected, found = whole.load(planned), first.load(planned)
+    assert found.latents.shape == expected.latents.shape and found.latents.dtype == torch.float32
+    # Another number of frames in the batch is another matrix product: equal but for rounding.
+    torch.testing.assert_close(found.latents[0], expected.latents[0], rtol=1e-5, atol=1e-5)
+    assert not found.latents[1:].any() and torch.equal(found.prompt_embeds, expected.prompt_embeds)
+    whole.clips.close()

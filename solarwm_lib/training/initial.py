@@ -1,0 +1,135 @@
+"""Which checkpoints a run starts from, and what they must be of (spec wan22 7.4). Everything is checked before a model exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from solarwm_lib import artifacts
+from solarwm_lib.artifacts import Artifact
+from solarwm_lib.runtime.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from solarwm_lib.config.load import Resolved
+    from solarwm_lib.config.schema import RunConfig
+    from solarwm_lib.config.sections import RoleSource
+
+ROLES = ("student", "teacher", "critic")
+_STAGE0P5 = "stage0p5:bidirectional:flow_matching"
+_ANYFLOW = "stage1:teacher_forcing:anyflow_forward_map:v1_5"
+# Stage of a run, or role in it -> route that its weights must come from, without the family.
+NEEDED = {
+    "stage0p5": _STAGE0P5,
+    "stage1": _STAGE0P5,
+    "student": _ANYFLOW,
+    "teacher": _STAGE0P5,
+    "critic": _STAGE0P5,
+}
+# Weights work only in a network that sees cameras as they were trained to.
+SHARED = (
+    "model.architecture",
+    "model.camera_attention_mode",
+    "model.camera_translation_transform",
+    "model.camera_intrinsics_mode",
+    "model.timestep_shift",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint a run reads: the configuration section that names it, which of its weights, and what it must be of."""
+
+    section: str
+    path: str
+    weights: tuple[str, ...]
+    step: int | None
+    route: str
+
+
+def sources(config: RunConfig) -> dict[str, Source]:
+    """Return role -> source of the weights a run starts from; the role is `initial` outside Stage2. Empty for base weights."""
+    checkpoint, family = config.checkpoint, config.model.family
+    if checkpoint.mode == "roles" and checkpoint.initialization is not None:
+        found = {}
+        for role in ROLES:
+            named: RoleSource = getattr(checkpoint.initialization, role)
+            found[role] = Source(
+                f"checkpoint.initialization.{role}",
+                named.path,
+                (named.weights,),
+                named.source_step,
+                f"{family}:{NEEDED[role]}",
+            )
+        return found
+    if checkpoint.mode != "weights_only":
+        return {}
+    weights = checkpoint.weights
+    roles = (weights,) if isinstance(weights, str) else tuple(weights or ())
+    route = f"{family}:{NEEDED[config.train.stage]}"
+    return {"initial": Source("checkpoint", checkpoint.path, roles, checkpoint.source_step, route)}
+
+
+def read_roles(config: RunConfig) -> dict[str, Artifact]:
+    """Read the markers of the three role checkpoints of Stage2; empty for other stages."""
+    if config.checkpoint.mode != "roles":
+        return {}
+    from solarwm_lib.training.checkpoint import SCHEMA
+
+    return {role: artifacts.read(Path(source.path), SCHEMA) for role, source in sources(config).items()}
+
+
+def check(resolved: Resolved, found: Mapping[str, Artifact]) -> None:
+    """Raise ArtifactError unless every checkpoint a run starts from is of the route, step and network that it needs."""
+    from solarwm_lib.training import checkpoint
+    from solarwm_lib.weights.contract import lookup
+    from solarwm_lib.weights.convert import facts_of
+
+    config = resolved.config
+    for role, source in sources(config).items():
+        artifact = found[role]
+        state = checkpoint.read_state(artifact)
+        facts = facts_of(state.run, artifact.path)
+        if facts.route != source.route:
+            what = f"Stage{config.train.stage.removeprefix('stage').replace('p', '.')}"
+            what = what if role == "initial" else f"the {role} of Stage2"
+            raise ArtifactError(
+                f"{source.section}.path: {artifact.path} is of {facts.route}, {what} starts from {source.route}; name another "
+                "checkpoint"
+            )
+        for key in SHARED:
+            theirs, ours = facts[key], lookup(resolved.values, key)
+            if theirs != ours:
+                raise ArtifactError(
+                    f"{source.section}.path: {artifact.path} was trained with {key} {theirs}, this run has {ours}; make them "
+                    "the same"
+                )
+        for weights in source.weights:
+            checkpoint.check_role(artifact.path, state, weights, source.step, source.section)
+
+
+def role_weights(
+    role: str, source: Source, artifact: Artifact, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the weights of a role for a network with `parameters`, after verifying the checkpoint to the last byte.
+
+    The student's are those of a flow map without exactly its four second-time tensors. ArtifactError names a tensor that
+    only one side has.
+    """
+    from solarwm_lib.training import checkpoint
+
+    expected = dict(parameters)
+    if role == "student":
+        from solarwm_lib.backbones import second_time
+
+        expected |= {
+            name: parameters[name.replace(second_time.PREFIX, TIME_PREFIX)] for name in second_time.TENSORS
+        }
+    loaded = checkpoint.load_weights(artifact.path, source.weights[0], expected, source.step)
+    return {name: loaded[name] for name in parameters}
+
+
+TIME_PREFIX = "condition_embedder.time_embedder."
