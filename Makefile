@@ -23,8 +23,9 @@ study: .venv/.installed ## the same graph at a size that takes about an hour on 
 	$(BIN)/snakemake --cores $(CORES) --configfile config/study.yaml
 	@echo "Open results/study/report/gallery.html in a browser"
 
-test: .venv/.installed lint ## everything that CI checks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test: .venv/.installed lint ## everything that CI checks; what measures speed runs alone
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/benchmarks -n $(CORES) --dist loadfile --no-loadscope-reorder --durations 25
 
 test-fast: .venv/.installed ## without the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"

@@ -57,6 +57,10 @@ def run_arguments(wildcards, output):
     return WORKFLOW.run_arguments(wildcards.run)
 
 
+def validated_arguments(wildcards, output):
+    return WORKFLOW.validated_arguments(wildcards.run)
+
+
 def launcher(wildcards, output):
     return WORKFLOW.launcher(wildcards.run)
 

@@ -33,10 +33,11 @@ rule preflight:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,
         arguments=run_arguments,
+        validated=validated_arguments,
         out=artifact_dir,
     shell:
         "{params.launcher} -m solarwm_lib preflight"
-        " {params.arguments} --out {params.out:q} > {log:q} 2>&1"
+        " {params.arguments} {params.validated} --out {params.out:q} > {log:q} 2>&1"
 
 
 rule train_segment:

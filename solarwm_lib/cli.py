@@ -106,6 +106,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _config_arguments(preflight)
     preflight.add_argument("--out", type=Path, required=True, help="artifact directory")
+    preflight.add_argument(
+        "--validated",
+        type=Path,
+        action="append",
+        default=[],
+        help="validation of Stage2's student that must be complete; repeatable",
+    )
     plan = add(commands, "freeze-plan", _freeze_plan, "select and freeze the validation cases of a run")
     _config_arguments(plan)
     plan.add_argument("--out", type=Path, required=True, help="frozen-plan.json to create")
@@ -120,7 +127,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     validate.add_argument("--out", type=Path, required=True, help="artifact directory")
     compare = add(commands, "compare", _compare, "put validation or inference artifacts side by side")
-    compare.add_argument("artifacts", type=Path, nargs="+", help="two or more artifact directories")
+    compare.add_argument(
+        "artifacts", type=Path, nargs="+", help="artifact directories, two or more passes in all"
+    )
     compare.add_argument("--out", type=Path, required=True, help="artifact directory")
     verify = add(commands, "verify", _verify, "check an artifact against its marker")
     verify.add_argument("path", type=Path, help="artifact directory or COMPLETE.json")
@@ -255,7 +264,7 @@ def _preflight(arguments: argparse.Namespace) -> None:
     resolved = load_arguments(arguments, "train")
     from solarwm_lib.training.preflight import preflight
 
-    preflight(resolved, arguments.out)
+    preflight(resolved, arguments.out, arguments.validated)
 
 
 def _freeze_plan(arguments: argparse.Namespace) -> None:
@@ -273,8 +282,6 @@ def _validate(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    if len(arguments.artifacts) < 2:
-        raise ConfigError(f"compare needs two or more artifacts, found {len(arguments.artifacts)}")
     from solarwm_lib.inference.comparison import compare
 
     compare(arguments.artifacts, arguments.out)

@@ -308,6 +308,11 @@ class Workflow:
         spec = self.config.runs[run]
         return self._config_arguments(spec.recipe, spec.scale, overrides.of_run(self, run))
 
+    def validated_arguments(self, run: str) -> str:
+        """`--validated DIRECTORY` of every validation that must be complete: its marker alone does not say that it is."""
+        folders = [str(Path(marker).parent) for marker in sources.gates(self, run)]
+        return " ".join(f"--validated {shlex.quote(folder)}" for folder in folders)
+
     def latents_arguments(self, name: str) -> str:
         spec = self.config.latents[name]
         return self._config_arguments(spec.recipe, spec.scale, overrides.of_latents(self, name))

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from diffusers import AutoencoderKLWan, ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor, nn
 
 from ..runtime.errors import ArtifactError, NonFiniteError
@@ -58,10 +58,15 @@ class LinearCausalCodec(ModelMixin, ConfigMixin):
         """Encode `x` `[B,3,F,H,W]`; `.latent_dist.mode()` is `[B,z_dim,T,h,w]` (the codec is deterministic)."""
         stride = self.config.scale_factor_spatial
         first = (to_blocks(x[:, :, :1], 1, stride) - self.first_mean) @ self.first_basis
-        groups = to_blocks(x[:, :, 1:], self.config.scale_factor_temporal, stride) - self.group_mean
-        latents = torch.cat([first, groups @ self.group_basis / self.group_scale], dim=1).movedim(-1, 1)
+        latents = torch.cat([first.movedim(-1, 1), self.encode_groups(x[:, :, 1:])], dim=2)
         posterior = SimpleNamespace(mode=lambda: latents, sample=lambda generator=None: latents, mean=latents)
         return SimpleNamespace(latent_dist=posterior) if return_dict else (posterior,)
+
+    def encode_groups(self, x: Tensor) -> Tensor:
+        """Encode the frames that follow a clip's first, `[B,3,4n,H,W]`, to raw latents `[B,z_dim,n,h,w]`."""
+        groups = to_blocks(x, self.config.scale_factor_temporal, self.config.scale_factor_spatial)
+        coordinates = (groups - self.group_mean) @ self.group_basis / self.group_scale
+        return coordinates.movedim(-1, 1)
 
     def decode(self, z: Tensor, return_dict: bool = True) -> SimpleNamespace | tuple[Tensor]:
         """Decode raw latents `[B,z_dim,T,h,w]` to `.sample` `[B,3,F,H,W]`, clamped to [-1,1]."""
@@ -139,9 +144,34 @@ class Codec:
         if latents.shape[1] <= tile:
             yield self.decode(latents)
             return
+        decode = self.decoder()
+        for part in latents.split(tile, dim=1):
+            yield decode(part)
+
+    def decoder(self) -> Callable[[Tensor], Tensor]:
+        """Return a decoder of consecutive parts `[B,n,C,h,w]` of one clip's latents to `[B,3,f,H,W]`, as `decode` does the whole.
+
+        Several clips may be decoded at once, each by a decoder of its own; raises NonFiniteError as `decode`.
+        """
         decode = _continued(self.vae)
-        for part in self._raw(latents).split(tile, dim=2):
-            yield _checked(decode(part))
+
+        @torch.no_grad()
+        def part(latents: Tensor) -> Tensor:
+            return _checked(decode(self._raw(latents)))
+
+        return part
+
+    def encoder(self) -> Callable[[Tensor], Tensor]:
+        """Return an encoder of consecutive parts `[B,3,f,H,W]` of one clip, as `encode` does the whole: 1 + 4k frames, then 4k."""
+        encode = _continued_encoding(self.vae)
+
+        @torch.no_grad()
+        def part(video: Tensor) -> Tensor:
+            latents = encode(video.to(self.vae.device, self.vae.dtype))
+            mean, reciprocal = self._moments(latents)
+            return ((latents - mean) * reciprocal).transpose(1, 2)
+
+        return part
 
     def _raw(self, latents: Tensor) -> Tensor:
         """Return the codec's own latents `[B,C,T,h,w]` of normalised ones `[B,T,C,h,w]`."""
@@ -189,6 +219,34 @@ def _continued(vae: AutoencoderKLWan | LinearCausalCodec) -> Callable[[Tensor], 
             begun = True
         video = torch.cat(frames, dim=2)
         return video if vae.config.patch_size is None else unpatchify(video, vae.config.patch_size)
+
+    return wan
+
+
+def _continued_encoding(vae: AutoencoderKLWan | LinearCausalCodec) -> Callable[[Tensor], Tensor]:
+    """Return an encoder of consecutive parts `[B,3,f,H,W]` of one clip to raw latents, as `_continued` decodes them."""
+    begun = False
+    if isinstance(vae, LinearCausalCodec):
+
+        def linear(part: Tensor) -> Tensor:
+            nonlocal begun
+            latents = vae.encode_groups(part) if begun else vae.encode(part).latent_dist.mode()
+            begun = True
+            return latents
+
+        return linear
+
+    vae.clear_cache()
+    cache = [None] * len(vae._enc_feat_map)
+
+    def wan(part: Tensor) -> Tensor:
+        nonlocal begun
+        video = part if vae.config.patch_size is None else patchify(part, vae.config.patch_size)
+        pieces = [] if begun else [video[:, :, :1]]
+        pieces += [piece for piece in video[:, :, len(pieces) :].split(4, dim=2) if piece.shape[2]]
+        begun = True
+        encoded = [vae.encoder(piece, feat_cache=cache, feat_idx=[0]) for piece in pieces]
+        return vae.quant_conv(torch.cat(encoded, dim=2)).chunk(2, dim=1)[0]
 
     return wan
 

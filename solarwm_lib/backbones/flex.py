@@ -23,6 +23,8 @@ SHAPES = 256  # compiled variants allowed, spec wan22 4.1
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: VisibilityPlan) -> Tensor:
     """Return attention `[B,Lq,N,D]` of `query` `[B,Lq,N,D]` over `key`, `value` `[B,Lk,N,D]` under `plan`."""
     mask = block_mask(plan, query.shape[1], key.shape[1], query.device) if plan.segments else None
+    # A kernel multiplies operands of one type. Autocast may leave query and key wider, and casts for SDPA, not for FlexAttention.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     run = _compiled() if query.device.type == "cuda" else flex_attention
     return run(*(x.transpose(1, 2) for x in (query, key, value)), block_mask=mask).transpose(1, 2)
 

@@ -2,7 +2,7 @@
 
 Latents are `[B,T,C,h,w]`; timesteps and second times r are raw in [0, 1000], one per latent frame; w2c `[B,T,4,4]` is
 relative to the clip's first frame, intrinsics `[B,3,3]` divided by the image size, both or neither; a velocity is
-noise - clean.
+noise - clean. An image-conditioned backbone (I2V-A14B) always takes the image condition y `[B,T,4+C,h,w]`, the others never.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Backbone(Protocol):
     geometry: Geometry
     transformer: nn.Module
     anyflow: bool  # has a second time: r may be given
+    image_conditioned: bool  # takes an image condition, and no clean first latent
 
     def velocity(
         self,
@@ -49,6 +50,7 @@ class Backbone(Protocol):
         w2c: Tensor | None,
         intrinsics: Tensor | None,
         r: Tensor | None = None,
+        image_condition: Tensor | None = None,
     ) -> Tensor:
         """Return the predicted flow `[B,T,C,h,w]` at raw timesteps `[B,T]`, every frame seeing all; r None means r = t."""
         ...

@@ -49,7 +49,7 @@ def calibration_clips(seed: int) -> Iterator[np.ndarray]:
 def fit_linear_codec(clips: Iterable[np.ndarray], architecture: Mapping[str, Any]) -> LinearCausalCodec:
     """Fit the codec on uint8 `clips` `[F,H,W,3]` with F = 1 + 4k: two PCAs (eigh in float64) and one global scale.
 
-    Groups are reduced frame by frame before their own PCA, which keeps the eigenproblem at 768 instead of 3072. Within
+    Groups are reduced frame by frame before their own PCA, which keeps the eigenproblem at 768 instead of 3072 (stride 16). Within
     the group subspace the axes are turned (orthogonal Procrustes) towards those of the single frame repeated in time:
     reconstruction stays the optimum, and a static block gets the same latent from frame 0 as from a later group.
     """
@@ -170,26 +170,31 @@ def build_scheduler(architecture: Mapping[str, Any]) -> Any:
     )
 
 
-def model_index() -> dict[str, Any]:
-    """Return model_index.json of a TI2V-5B-shaped pipeline; diffusers' own Wan pipelines load the folder too."""
+def model_index(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model_index.json of a TI2V-5B-shaped or I2V-A14B-shaped pipeline; diffusers' own Wan pipelines load the folder too.
+
+    Of I2V-A14B there is the high-noise expert alone, as `transformer`.
+    """
     import diffusers
 
+    image = architecture["transformer"]["in_channels"] != architecture["latent_channels"]
     return {
-        "_class_name": "WanPipeline",
+        "_class_name": "WanImageToVideoPipeline" if image else "WanPipeline",
         "_diffusers_version": diffusers.__version__,
         "boundary_ratio": None,
-        "expand_timesteps": True,
+        "expand_timesteps": not image,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
         "transformer": ["diffusers", "WanTransformer3DModel"],
         "transformer_2": [None, None],
         "vae": ["solarwm_lib.backbones.codec", "LinearCausalCodec"],
+        **({"image_encoder": [None, None], "image_processor": [None, None]} if image else {}),
     }
 
 
 def build_tiny_assets(out_dir: Path, architecture: Mapping[str, Any], seed: int) -> None:
-    """Publish the pipeline folder of a tiny `architecture` (config/models/wan22-tiny.yaml) as artifact `solarwm.assets.v1`."""
+    """Publish the pipeline folder of a tiny `architecture` (config/models/wan22-tiny*.yaml) as artifact `solarwm.assets.v1`."""
     identity = {"architecture": dict(architecture), "seed": seed, "calibration_rooms": CALIBRATION_ROOMS}
     if reissue(Path(out_dir), SCHEMA, identity) is not None:
         return
@@ -205,4 +210,5 @@ def build_tiny_assets(out_dir: Path, architecture: Mapping[str, Any], seed: int)
         with quiet_progress():
             for name, part in parts.items():
                 part.save_pretrained(transaction.staging / name)
-        transaction.write_text("model_index.json", json.dumps(model_index(), indent=2, sort_keys=True) + "\n")
+        index = json.dumps(model_index(architecture), indent=2, sort_keys=True)
+        transaction.write_text("model_index.json", index + "\n")

@@ -1,7 +1,8 @@
-"""Wan 2.2 TI2V-5B (and its tiny twin): diffusers' WanTransformer3DModel under cameras, spec wan22 sections 1, 2, 4.1 and 5.3.
+"""Wan 2.2 TI2V-5B and I2V-A14B (and their tiny twins): diffusers' WanTransformer3DModel under cameras, spec wan22 1, 2, 4.1, 5.3.
 
 The transformer runs four ways: all frames at once, teacher-forced over `[clean | noisy]`, causal over a window, and chunk by
-chunk with a cache. They differ only in the placement that travels with the tokens.
+chunk with a cache. They differ only in the placement that travels with the tokens. I2V-A14B runs the first way only; its
+first image comes as further input channels (`image_condition`), that of TI2V-5B as a clean latent 0.
 
 Shapes: B batch, T latent frames, C latent channels, h w latent size, S tokens per latent frame, L = T*S.
 """
@@ -17,6 +18,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
+from ..config.geometry import MASK_CHANNELS
 from ..runtime.errors import ArtifactError, ConfigError
 from . import attention, prope, rope, second_time, visibility
 from .kv_cache import RolloutState
@@ -42,12 +44,13 @@ class Wan22(nn.Module):
                 f"model.camera_translation_transform is {camera_translation_transform!r}; "
                 f"expected one of {', '.join(prope.TRANSLATION_TRANSFORMS)}"
             )
-        config = transformer.config
-        if config.in_channels != geometry.latent_channels or config.out_channels != geometry.latent_channels:
+        config, channels = transformer.config, geometry.latent_channels
+        condition = config.in_channels - channels
+        if config.out_channels != channels or condition not in (0, MASK_CHANNELS + channels):
             raise ConfigError(
-                f"transformer takes {config.in_channels} and gives {config.out_channels} channels, the latents have "
-                f"{geometry.latent_channels}: this backbone conditions on a clean first latent only (TI2V); "
-                "choose another model.architecture"
+                f"transformer takes {config.in_channels} and gives {config.out_channels} channels, the latents have {channels}; "
+                f"expected {channels} in (TI2V) or {MASK_CHANNELS + 2 * channels} (I2V: latents, {MASK_CHANNELS} mask, image "
+                f"latents), {channels} out: choose another model.architecture"
             )
         if config.attention_head_dim % 4:
             raise ConfigError(
@@ -57,6 +60,7 @@ class Wan22(nn.Module):
         self.geometry = geometry
         self.camera_translation_transform = camera_translation_transform
         self.anyflow = anyflow
+        self.image_conditioned = condition > 0
         attention.install(transformer)
         if anyflow:
             second_time.install(transformer)
@@ -124,20 +128,23 @@ class Wan22(nn.Module):
         w2c: Tensor | None = None,
         intrinsics: Tensor | None = None,
         r: Tensor | None = None,
+        image_condition: Tensor | None = None,
     ) -> Tensor:
         """Return the predicted flow (noise - clean) `[B,T,C,h,w]`, every frame seeing all.
 
         latents: `[B,T,C,h,w]`. timesteps: raw t in [0,1000], `[B,T]`, one per latent frame. prompt_embeds: `[B,Lt,D]`.
         w2c: `[B,T,4,4]` world-to-camera relative to the first frame, translation untransformed. intrinsics: `[B,3,3]`,
         divided by the image size. Cameras come as both or neither. r: raw second times `[B,T]` of a flow-map model, None
-        where r = t. Raises ValueError for shapes that do not fit and for r on a model without the second time.
+        where r = t. image_condition: y `[B,T,4+C,h,w]`, always for I2V and never for TI2V (spec 1.5). Raises ValueError for
+        shapes that do not fit, for r on a model without the second time, for y on a TI2V model and none on an I2V model.
         """
         frames = latents.shape[1]
+        self._check_condition(latents, image_condition)
         placement = attention.Placement(
             rotation=self._rotation(range(frames), latents),
             camera=self._camera(w2c, intrinsics, (len(latents), frames)),
         )
-        return self._flow(latents, timesteps, prompt_embeds, r, placement)
+        return self._flow(latents, timesteps, prompt_embeds, r, placement, image_condition)
 
     def teacher_forced_velocity(
         self,
@@ -161,6 +168,7 @@ class Wan22(nn.Module):
         `[B,T,4,4]`. timesteps and r `[B,T]` are the noisy half's; the clean half's are 0 unless given, its r then equals
         its t. `visibility.teacher_forcing` says who sees whom. Raises ValueError as `velocity` and for broken chunks.
         """
+        self._refuse_causal_with_condition()
         if clean.shape != noisy.shape:
             raise ValueError(f"clean {tuple(clean.shape)} and noisy {tuple(noisy.shape)}; expected one shape")
         batch, frames = noisy.shape[:2]
@@ -208,6 +216,7 @@ class Wan22(nn.Module):
         until frames leave its window (and after that without cameras only: there, positions shift under the cameras).
         Raises ValueError as `velocity` and for broken chunks.
         """
+        self._refuse_causal_with_condition()
         batch, past = history.shape[:2]
         frames = past + noisy.shape[1]
         if rebase and w2c is not None:
@@ -242,6 +251,7 @@ class Wan22(nn.Module):
         prompt_embeds `[B,Lt,D]` and intrinsics `[B,3,3]` hold for the whole rollout. `window` counts latent frames with the
         chunk being denoised and the `sink` in it. Raises ValueError for a window, sink or chunk that do not fit together.
         """
+        self._refuse_causal_with_condition()
         return RolloutState(prompt_embeds, intrinsics, chunk, window, sink)
 
     @torch.no_grad()
@@ -261,6 +271,7 @@ class Wan22(nn.Module):
         relative to the rollout's first frame, never rebased. With `commit` the chunk's keys and values join the cache and
         the next call is for the next chunk; without, nothing is written. Raises ValueError for a chunk that does not fit.
         """
+        self._refuse_causal_with_condition()
         batch, frames = noisy_chunk.shape[:2]
         if frames != state.chunk or batch != len(state.prompt_embeds):
             raise ValueError(
@@ -293,8 +304,9 @@ class Wan22(nn.Module):
         prompt_embeds: Tensor,
         r: Tensor | None,
         placement: attention.Placement,
+        image_condition: Tensor | None = None,
     ) -> Tensor:
-        """Run the transformer on latents `[B,T,C,h,w]` at raw t and r `[B,T]`, placed by `placement`."""
+        """Run the transformer on latents `[B,T,C,h,w]` at raw t and r `[B,T]`, placed by `placement`, with y if it takes one."""
         batch, frames, _, height, width = latents.shape
         _, patch_h, patch_w = self.geometry.patch_size
         for name, times in (("timesteps", timesteps), ("r", r)):
@@ -311,14 +323,38 @@ class Wan22(nn.Module):
             if not self.anyflow:
                 raise ValueError("r given to a model without a second time; build it with anyflow=True")
             placement = replace(placement, second_times=r.repeat_interleave(tokens, dim=1))
+        inputs = latents if image_condition is None else torch.cat((latents, image_condition), dim=2)
         with attention.placed(placement):
             output = self.transformer(
-                hidden_states=latents.transpose(1, 2),
+                hidden_states=inputs.transpose(1, 2),
                 timestep=timesteps.repeat_interleave(tokens, dim=1),
                 encoder_hidden_states=prompt_embeds,
                 return_dict=False,
             )[0]
         return output.transpose(1, 2)
+
+    def _check_condition(self, latents: Tensor, image_condition: Tensor | None) -> None:
+        if not self.image_conditioned:
+            if image_condition is not None:
+                raise ValueError(
+                    f"image_condition {tuple(image_condition.shape)} given to a TI2V model, whose image is a clean latent 0"
+                )
+            return
+        batch, frames, channels, height, width = latents.shape
+        expected = (batch, frames, MASK_CHANNELS + channels, height, width)
+        if image_condition is None or image_condition.shape != expected:
+            found = (
+                "no image_condition"
+                if image_condition is None
+                else f"image_condition {tuple(image_condition.shape)}"
+            )
+            raise ValueError(f"{found} given to an I2V model; expected {expected}")
+
+    def _refuse_causal_with_condition(self) -> None:
+        if self.image_conditioned:
+            raise ValueError(
+                "an I2V model sees all frames of a clip at once and has no causal form; call velocity()"
+            )
 
     def _tokens_per_frame(self, latents: Tensor) -> int:
         return self.geometry.tokens_per_frame(*latents.shape[-2:])

@@ -43,6 +43,12 @@ FRAME_LAWS: dict[str, FrameLaw] = {
 }
 
 
+IMAGE_CONDITIONED = (
+    "wan22_i2v_a14b",
+)  # families whose first image comes beside the latents, not as latent 0
+MASK_CHANNELS = 4  # of the image condition, before the latents of the image (wan22.md 1.5)
+
+
 def frame_law(family: str) -> FrameLaw:
     """The law of `family`; `ConfigError` names the known families."""
     try:
@@ -146,6 +152,11 @@ class Geometry:
     def tokens(self) -> int:
         """L = T * S."""
         return self.latent_frames * self.tokens_per_latent_frame
+
+
+def condition_channels(family: str, latent_channels: int) -> int:
+    """Channels of the image condition that the network takes beside its latents; 0 where latent 0 is the image."""
+    return MASK_CHANNELS + latent_channels if family in IMAGE_CONDITIONED else 0
 
 
 def size_multiples(architecture: dict[str, Any]) -> tuple[int, int]:

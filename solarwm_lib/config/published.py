@@ -249,6 +249,9 @@ def _export_identity(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _changed_plan(plan: Mapping[str, Any], resolved: Resolved) -> str:
     """Return which settings that decide the cases are not those of `plan`; empty if all are."""
     now = dict(flatten(resolved.values))
+    # The bound of source-variable cases is one for all passes and stands in each of them.
+    lengths = {item["rollout_latent_frames"] for item in _passes(resolved).values()}
+    now["validation.passes.rollout_latent_frames"] = max(lengths) if len(lengths) == 1 else sorted(lengths)
     frozen = plan.get("settings", {})
     return _changes(frozen, {key: now.get(key) for key in frozen})
 

@@ -211,9 +211,10 @@ def check_export(workflow: Workflow, name: str) -> None:
 
 
 def comparison_inputs(workflow: Workflow, name: str) -> list[str]:
-    """Markers of the artifacts that a comparison puts side by side. Raises ConfigError for fewer than two."""
+    """Markers of the artifacts that a comparison puts side by side. Raises ConfigError for fewer than two passes."""
     config = workflow.config
     found: list[str] = []
+    count = 0
     for number, side in enumerate(config.comparisons[name]):
         key = f"comparisons.{name}[{number}]"
         if (side.run is None) == (side.inference is None):
@@ -221,14 +222,16 @@ def comparison_inputs(workflow: Workflow, name: str) -> list[str]:
         if side.inference is not None:
             known(side.inference, config.inference, f"{key}.inference")
             found.append(workflow.inference_marker(side.inference))
+            count += len(workflow.resolved_inference[side.inference].config.validation.passes)
         elif side.run is not None:
             known(side.run, config.runs, f"{key}.run")
             step, passes = workflow.step(side.run, side.step, f"{key}.step"), workflow.passes(side.run)
             for name_ in side.passes:
                 known(name_, passes, f"{key}.passes")
             found += [workflow.validation(side.run, step, item) for item in side.passes or passes]
-    if len(found) < 2:
-        raise ConfigError(f"comparisons.{name}: two or more artifacts are needed, found {len(found)}")
+            count += len(side.passes or passes)
+    if count < 2:
+        raise ConfigError(f"comparisons.{name}: two or more passes are needed, found {count}")
     return found
 
 

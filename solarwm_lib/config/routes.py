@@ -67,7 +67,7 @@ ROUTES: tuple[Route, ...] = (
     Route(_5B, "stage2", "self_gradient_forcing", "flow_matching", "", _TRAIN_INFER, (_WAN81,), ("online",),
           (_480P,), (("autoregressive", "self_forcing"),), "60 latent frame rollout; infer also camera length", runs=True),
     Route(_A14B, "stage0p5", "bidirectional", "flow_matching", "", _TRAIN_INFER, (_WAN81, _WAN153),
-          ("online", "preencoded"), ((480, 832),), _FULL, "preencoded: 153 frames"),
+          ("online", "preencoded"), ((480, 832),), _FULL, "preencoded: 153 frames", runs=True),
     Route(_LTX, "stage0p5", "bidirectional", "native_rectified_flow", "", _TRAIN_INFER, (_LTX153,),
           ("online", "preencoded"), (_LTX_SIZE,), (("bidirectional", "stg_euler"),), "LoRA rank 384"),
     Route(_H3, "stage0p5", "bidirectional", "flow_matching", "", _TRAIN_INFER, (_H3_158,), ("preencoded",),

@@ -304,6 +304,11 @@ class Train(Section):
         "bfloat16", "Arithmetic of forward and backward; masters are float32."
     )
     activation_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    attention_executor: Literal["segments", "flex"] = knob(
+        "segments",
+        "What runs the visibility plans of Stage1 and Stage2: slices of plain attention, or FlexAttention's compiled kernels "
+        "(CUDA only). Equal up to rounding.",
+    )
     strategy: Literal["replicate", "full_shard", "hybrid_shard"] = knob(
         "replicate", "How parameters lie over processes; may change between attempts."
     )
@@ -412,6 +417,11 @@ class Inference(Section):
         None, "dataset_triplet_v1 also publishes by data set and clip; absent: that for camera length only."
     )
     sample_count: int = knob(0, "Cases; if absent `validation.sample_count`.", "clips", ge=0)
+    preview: bool | None = knob(
+        None,
+        "Decode every chunk while sampling goes on, to `<output>.PASS.latents/preview/slot-NNNNNN.mp4`; takes memory for the "
+        "codec beside the network. Absent: at camera length only.",
+    )
 
 
 class Preencode(Section):

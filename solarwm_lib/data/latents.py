@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solarwm_lib import artifacts
-from solarwm_lib.config.geometry import Geometry
+from solarwm_lib.config.geometry import Geometry, condition_channels
 from solarwm_lib.data import windows
 from solarwm_lib.data.camera import Matrices
 from solarwm_lib.data.clip import Cameras, DataConfig, caption_of, label, parse_manifest
@@ -25,7 +25,7 @@ from solarwm_lib.data.index import LatentRow, RawRow, read_index
 from solarwm_lib.data.sampling import Plan, PlannedSample, frame_offsets
 from solarwm_lib.data.tensors import DTYPE_NAMES, StoredTensor, parse_safetensors
 from solarwm_lib.data.transport import open_latent_shards
-from solarwm_lib.preencode.contract import CAMERA_CONVENTION, MASK_CHANNELS, EncoderContract
+from solarwm_lib.preencode.contract import CAMERA_CONVENTION, EncoderContract
 from solarwm_lib.runtime.errors import ArtifactError, DataError
 
 INDEX_SCHEMA = "solarwm.latents.index.v1"
@@ -300,8 +300,8 @@ def _check_contract(
         "latents": (sizes.latent_frames, sizes.latent_channels, *latent),
         "prompt_embeds": prompt,
     }
-    if family == "wan22_i2v_a14b":
-        shapes["i2v_y"] = (sizes.latent_frames, MASK_CHANNELS + sizes.latent_channels, *latent)
+    if condition := condition_channels(family, sizes.latent_channels):
+        shapes["i2v_y"] = (sizes.latent_frames, condition, *latent)
     promised = {spec.name: spec.shape for spec in contract.stored}
     facts = (
         ("model.family", contract.family, family),

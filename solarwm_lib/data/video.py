@@ -36,7 +36,10 @@ SCALER = int(
 # x264's macroblock tree reads lookahead costs it never initialises on small frames: equal input then gives different
 # bytes (measured, 19 variants of one clip in 60 runs). Without lookahead and its users the output is reproducible.
 REPRODUCIBLE = "mbtree=0:rc-lookahead=0:scenecut=0:bframes=0:weightp=0"
+IMMEDIATE = ":force-cfr=1"  # without it the encoder keeps a frame back
 BT709 = 1
+# A fragment per frame: a fragment is only written when the frame after it comes.
+GROWING = "frag_every_frame+empty_moov+default_base_moof"
 VARIABLE_RATE_TOLERANCE = 0.1
 SEEK_FROM = 16  # frames; below it, listing the key frames costs more than decoding from the start
 
@@ -198,6 +201,93 @@ def probe_by_decoding(source: Source, *, name: str | None = None) -> VideoInfo:
     )
 
 
+class Mp4Writer:
+    """Writes H.264 yuv420p frame by frame; a context manager. Equal frames give equal bytes.
+
+    Frames are uint8 [H, W, 3] of one size. yuv420p needs even sizes: `odd` says whether an odd one is refused, padded by
+    repeating the last row or column, or cropped by one. The index stands in front, which takes a second pass at the end; a
+    `growing` file has none and can be played at any moment, up to the last frame but one, even if its writer is killed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        fps: float,
+        *,
+        crf: int = 18,
+        preset: str = "veryfast",
+        odd: Literal["refuse", "pad", "crop"] = "refuse",
+        growing: bool = False,
+    ) -> None:
+        self.path = path
+        self._rate = Fraction(fps).limit_denominator(1001)
+        parameters = REPRODUCIBLE + (IMMEDIATE if growing else "")
+        self._options = {"crf": str(crf), "preset": preset, "threads": "1", "x264-params": parameters}
+        self._odd = odd
+        self._scaler = VideoReformatter()
+        self._shape: tuple[int, ...] | None = None
+        self._count = 0
+        self._stream: Any = None
+        movflags = GROWING if growing else "+faststart"
+        options = {"movflags": movflags, "fflags": "+bitexact", **({"flush_packets": "1"} if growing else {})}
+        self._container = av.open(str(path), "w", format="mp4", options=options)
+
+    def __enter__(self) -> Mp4Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    @property
+    def size(self) -> Size:
+        """The (height, width) written; of the first frame on."""
+        return self._stream.height, self._stream.width
+
+    def write(self, frame: Frames) -> None:
+        """Append a frame; DataError unless it is like the first."""
+        if self._shape is None:
+            self._begin(frame)
+        if frame.shape != self._shape or frame.dtype != np.uint8:
+            raise DataError(
+                f"{self.path}: frame {self._count} is {frame.dtype} {list(frame.shape)}, expected uint8 {list(self._shape or ())}"
+            )
+        picture = self._scaler.reformat(
+            av.VideoFrame.from_ndarray(_fit(frame, *self.size), format="rgb24"),
+            format="yuv420p",
+            dst_colorspace=Colorspace.ITU709,
+            dst_color_range=ColorRange.MPEG,
+            interpolation=SCALER,
+            threads=1,
+        )
+        picture.pts, picture.time_base = self._count, 1 / self._rate
+        self._container.mux(self._stream.encode(picture))
+        self._count += 1
+
+    def close(self) -> None:
+        """Write what is left; DataError if there was no frame."""
+        if self._stream is None:
+            self._container.close()
+            raise DataError(f"{self.path}: no frames to encode")
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+
+    def abandon(self) -> None:
+        """Release the file as it is; nothing after `close`."""
+        self._container.close()
+
+    def _begin(self, frame: Frames) -> None:
+        height, width = even_size(frame.shape[0], frame.shape[1], self._odd)
+        stream: Any = self._container.add_stream("libx264", rate=self._rate, options=self._options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        codec = stream.codec_context
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        codec.color_range = int(ColorRange.MPEG)
+        self._stream, self._shape = stream, frame.shape
+
+
 def encode_mp4(
     path: str | Path,
     frames: Iterable[Frames],
@@ -207,44 +297,11 @@ def encode_mp4(
     preset: str = "veryfast",
     odd: Literal["refuse", "pad", "crop"] = "refuse",
 ) -> Size:
-    """Write H.264 yuv420p with the index in front (plays before it is fully loaded); return (height, width) written.
-
-    `frames` are uint8 [H, W, 3] of one size. yuv420p needs even sizes: `odd` says whether an odd one is refused,
-    padded by repeating the last row or column, or cropped by one. Equal input gives equal bytes.
-    """
-    iterator = iter(frames)
-    first = next(iterator, None)
-    if first is None:
-        raise DataError(f"{path}: no frames to encode")
-    height, width = even_size(first.shape[0], first.shape[1], odd)
-    rate = Fraction(fps).limit_denominator(1001)
-    options = {"crf": str(crf), "preset": preset, "threads": "1", "x264-params": REPRODUCIBLE}
-    with av.open(
-        str(path), "w", format="mp4", options={"movflags": "+faststart", "fflags": "+bitexact"}
-    ) as container:
-        stream: Any = container.add_stream("libx264", rate=rate, options=options)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        codec = stream.codec_context
-        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
-        codec.color_range = int(ColorRange.MPEG)
-        scaler = VideoReformatter()
-        for ordinal, frame in enumerate(_chain(first, iterator)):
-            if frame.shape != first.shape or frame.dtype != np.uint8:
-                raise DataError(
-                    f"{path}: frame {ordinal} is {frame.dtype} {list(frame.shape)}, expected uint8 {list(first.shape)}"
-                )
-            picture = scaler.reformat(
-                av.VideoFrame.from_ndarray(_fit(frame, height, width), format="rgb24"),
-                format="yuv420p",
-                dst_colorspace=Colorspace.ITU709,
-                dst_color_range=ColorRange.MPEG,
-                interpolation=SCALER,
-                threads=1,
-            )
-            picture.pts, picture.time_base = ordinal, 1 / rate
-            container.mux(stream.encode(picture))
-        container.mux(stream.encode(None))
-    return height, width
+    """Write `frames` by `Mp4Writer`; return (height, width) written."""
+    with Mp4Writer(path, fps, crf=crf, preset=preset, odd=odd) as writer:
+        for frame in frames:
+            writer.write(frame)
+    return writer.size
 
 
 def mp4_bytes(frames: Iterable[Frames], fps: float, *, crf: int = 18, preset: str = "veryfast") -> bytes:
@@ -273,11 +330,6 @@ def _fit(frame: Frames, height: int, width: int) -> Frames:
     if any(after for _, after in missing):
         frame = np.pad(frame, missing, mode="edge")
     return np.ascontiguousarray(frame[:height, :width])
-
-
-def _chain(first: Frames, rest: Iterator[Frames]) -> Iterator[Frames]:
-    yield first
-    yield from rest
 
 
 def _stack(frames: list[Frames], label: str) -> Frames:

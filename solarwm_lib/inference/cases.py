@@ -68,10 +68,16 @@ class Cases:
             first = self._decoded(row, stored[row.video_member], [case["start_frame"]])[0]
         return Case(prompt, first, w2c, intrinsics, known)
 
-    def truth(self, case: Mapping[str, Any], frames: int) -> np.ndarray:
-        """Return the recorded frames uint8 [n,H,W,3] of a case, n = `frames` or fewer where the source ends."""
+    def truth_frames(self, case: Mapping[str, Any], frames: int) -> int:
+        """Return how many of the first `frames` output frames of a case the source has."""
+        return len(self._source(case, self._row(case), frames))
+
+    def truth(self, case: Mapping[str, Any], frames: int, first: int = 0) -> np.ndarray:
+        """Return the recorded frames `first`.. of a case up to `frames`, or fewer where the source ends: uint8 [n,H,W,3]."""
         row = self._row(case)
-        indices = self._source(case, row, frames)
+        indices = self._source(case, row, frames)[first:]
+        if not indices:
+            return np.empty((0, self._data.height, self._data.width, 3), np.uint8)
         stored = self._read(row, row.video_member)
         with reading("video"):
             return self._decoded(row, stored[row.video_member], indices)

@@ -92,7 +92,7 @@ class PassResult:
 
 
 def compare(sources: Sequence[Path | str], out_dir: Path | str) -> artifacts.Artifact:
-    """Publish the comparison of the passes of two or more validation or inference artifacts at `out_dir`.
+    """Publish the comparison of the passes, two or more in all, of validation or inference artifacts at `out_dir`.
 
     Passes are matched case by case (sample, start frame, occurrence); one whose plan differs from the first's is
     labelled so. A comparison with a missing or failed slot has status partial. Raises ConfigError for fewer than two

@@ -9,9 +9,10 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -19,19 +20,22 @@ from tqdm import tqdm
 from solarwm_lib import artifacts
 from solarwm_lib.config.geometry import pixel_frames
 from solarwm_lib.data.dataset import read_dataset
+from solarwm_lib.inference import preview
 from solarwm_lib.inference.contract import check_contract
 from solarwm_lib.inference.generate import (
     Causal,
     Request,
     Sampling,
-    decode,
+    decode_stretches,
     load_models,
-    reconstruct,
+    reconstructor,
     sample_all,
+    sound_latents,
 )
 from solarwm_lib.inference.latents import LatentStore, slot_name
+from solarwm_lib.inference.measurement import Measurement
 from solarwm_lib.inference.plan import check_plan
-from solarwm_lib.inference.slots import METRIC_COLUMNS, Slot, csv_text, measure_frames, members_of
+from solarwm_lib.inference.slots import METRIC_COLUMNS, Slot, csv_text, members_of
 from solarwm_lib.runtime.errors import (
     ConfigError,
     NonFiniteError,
@@ -53,14 +57,25 @@ CHECKPOINT_SCHEMA = "solarwm.checkpoint.v1"
 SUMMARY_SCHEMA = "solarwm.validation-summary.v1"
 KEPT_FAILURES = 8
 COMPLETE, PARTIAL, FAILED = "complete", "partial", "failed"
-Public = Callable[[Slot, "Cases", np.ndarray], dict[str, bytes]]
+
+
+class Public(Protocol):
+    """Makes further files of a slot that is ok, by their path in the artifact."""
+
+    def padding(self, case: Mapping[str, Any], frames: int) -> int:
+        """Return how often the last of `frames` generated frames is repeated."""
+        ...
+
+    def __call__(self, slot: Slot, clips: Cases, frames: int, video: bytes) -> dict[str, bytes]:
+        """Return path -> content; `video` is an MP4 of the generated frames and their padding."""
+        ...
 
 
 @dataclass(frozen=True)
 class PassRun:
     """A pass of a checkpoint over a plan; `chosen` restricts it to some slots, the others are skipped.
 
-    `public` makes further files of a slot's frames, by their path in the artifact.
+    `public` makes further files of a slot.
     """
 
     resolved: Resolved
@@ -158,6 +173,10 @@ def prepare(
             f"route {resolved.route.key} cannot be sampled by this version, only its configurations are checked; see "
             "`solarwm config routes`"
         )
+    if (parallel := resolved.config.distributed.sequence_parallel_size) != 1:
+        raise ConfigError(
+            f"distributed.sequence_parallel_size {parallel} cannot be sampled by this version; use 1"
+        )
     chosen = None if slots is None else frozenset(slots)
     run = PassRun(resolved, plan, settings, artifacts.read(checkpoint, CHECKPOINT_SCHEMA), chosen)
     data = resolved.config.data
@@ -223,7 +242,10 @@ def _sample(
     topology: Topology,
     device: torch.device,
 ) -> tuple[Codec, dict[int, torch.Tensor]]:
-    """Return the codec and slot -> latents. The backbone ends here: decoding beside it is what runs out of memory."""
+    """Return the codec and slot -> latents. The backbone ends here: decoding beside it is what runs out of memory.
+
+    Only previews, which can be left out, are decoded while it is there.
+    """
     store = LatentStore(latents_dir, run.identity(), run.parents())
     wanted = {number: slot for number, slot in mine.items() if run.chosen is None or number in run.chosen}
     requests = [_guarded(slot, functools.partial(request_of, run, clips, slot)) for slot in wanted.values()]
@@ -231,10 +253,15 @@ def _sample(
     available = {number: tensor for number, tensor in kept.items() if tensor is not None}
     todo = [request for request in requests if request is not None and request.slot not in available]
     models = load_models(run.config, run.checkpoint.path, run.settings.weights, run.weights_id, device)
-    with _progress(run, topology, len(todo), "sampling") as bar:
+    with _progress(run, topology, len(todo), "sampling") as bar, ExitStack() as stack:
+        shown = preview.wanted(run.config) and preview.Previews(latents_dir, models.codec, run.plan["fps"])
+        if shown:
+            stack.enter_context(shown)
 
-        def on_chunk(done: int, chunks: int) -> None:
+        def on_chunk(requests: Sequence[Request], done: int, chunks: int, latents: torch.Tensor) -> None:
             bar.set_postfix_str(f"chunk {done}/{chunks}")
+            if shown:
+                shown(requests, done, chunks, latents)
 
         for request, outcome, seconds in sample_all(models, todo, run.sampling, on_chunk=on_chunk):
             slot = mine[request.slot]
@@ -285,18 +312,36 @@ def _finish(
 ) -> None:
     slot.facts["latents"] = latent_statistics(latents)
     shown = run.shown_frames(slot.case)
-    truth = clips.truth(slot.case, shown)
-    begun = time.perf_counter()
-    clip = decode(codec, latents, shown, device)
-    slot.timings["decode"] = time.perf_counter() - begun
-    if clip.complaint:
-        slot.fail(NonFiniteError(clip.complaint))
-    begun = time.perf_counter()
-    ceiling = reconstruct(codec, truth, device)
-    measure_frames(slot, truth, clip.frames, clip.statistics, ceiling, run.plan["fps"], run.title)
-    slot.timings["measure"] = time.perf_counter() - begun
+    _, complaint = sound_latents(latents)
+    if complaint:
+        slot.fail(NonFiniteError(complaint))
+    recorded = clips.truth_frames(slot.case, shown)
+    pad = run.public.padding(slot.case, shown) if run.public else 0
+    begun, count = time.perf_counter(), 0
+    with Measurement(slot, shown, recorded, run.plan["fps"], run.title, pad) as measurement:
+        through_codec = reconstructor(codec, device)
+        stretches = decode_stretches(codec, latents, shown, device)
+        for frames, statistics in _timed(stretches, slot, "decode"):
+            truth = clips.truth(slot.case, min(recorded, count + len(frames)), count)
+            measurement.add(frames, statistics, truth, through_codec(truth))
+            count += len(frames)
+        measurement.finish()
+    slot.timings["measure"] = time.perf_counter() - begun - slot.timings["decode"]
     if run.public is not None and slot.status == "ok":
-        slot.public = run.public(slot, clips, clip.frames)
+        video = measurement.padded or slot.members["generated.mp4"]
+        slot.public = run.public(slot, clips, shown, video)
+
+
+def _timed(items: Iterator[Any], slot: Slot, name: str) -> Iterator[Any]:
+    """Yield `items`; the time that making them takes is added up in the slot's timings."""
+    slot.timings[name] = 0.0
+    while True:
+        begun = time.perf_counter()
+        item = next(items, None)
+        slot.timings[name] += time.perf_counter() - begun
+        if item is None:
+            return
+        yield item
 
 
 def latent_statistics(latents: torch.Tensor) -> dict[str, Any]:

@@ -7,8 +7,9 @@ Tensor layout: B batch, T latent frames, C channels, h w latent size; F pixel fr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from solarwm_lib.backbones.text import TextEncoder
     from solarwm_lib.inference.rollout import OnChunk
     from solarwm_lib.objectives.self_gradient_forcing import Conditions, Recipe
+
+    # `OnChunk` with the requests of the batch before its own arguments.
+    OnBatchChunk = Callable[[Sequence["Request"], int, int, torch.Tensor], Any]
 
 SLOTS_PER_BATCH = 16
 TOKENS_PER_BATCH = 16384
@@ -174,10 +178,9 @@ def sample_latents(
 
     sampling.timesteps()
     with torch.inference_mode():
-        # One at a time: a kernel may round differently for another batch, and these must equal training's.
-        firsts = (to_video(request.first_frame[None, None]).to(models.device) for request in requests)
-        anchor = torch.cat([models.codec.encode(first) for first in firsts])
-        shape = (requests[0].horizon(sampling), *anchor.shape[2:])
+        anchor, condition = _first_images(models, requests, sampling)
+        image = condition if anchor is None else anchor
+        shape = (requests[0].horizon(sampling), models.backbone.geometry.latent_channels, *image.shape[3:])
         noise = torch.from_numpy(np.stack([initial_noise(shape, r.noise_key) for r in requests])).to(
             models.device
         )
@@ -187,17 +190,48 @@ def sample_latents(
             models.device
         )
         if sampling.mode == "autoregressive":
+            assert anchor is not None
             conditions = Conditions(prompts, w2c, intrinsics)
             return _autoregressive(models, requests, sampling, noise, anchor, conditions, on_chunk)
         dtype = next(models.backbone.transformer.parameters()).dtype
+        condition = None if condition is None else condition.to(dtype)
 
         def velocity(latents: torch.Tensor, frame_timesteps: torch.Tensor) -> torch.Tensor:
             return models.backbone.velocity(
-                latents.to(dtype), frame_timesteps, prompts.to(dtype), w2c, intrinsics
+                latents.to(dtype),
+                frame_timesteps,
+                prompts.to(dtype),
+                w2c,
+                intrinsics,
+                image_condition=condition,
             )
 
         grid = unipc_grid(sampling.num_inference_steps, sampling.timestep_shift)
         return sample_unipc(velocity, noise, *grid, anchor).float().cpu()
+
+
+def _first_images(
+    models: Models, requests: Sequence[Request], sampling: Sampling
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the clean latent 0 `[B,1,C,h,w]`, or the image condition `[B,T,4+C,h,w]` of a backbone that takes one.
+
+    One clip at a time: a kernel may round differently for another batch, and these must equal training's.
+    """
+    import torch
+
+    from solarwm_lib.backbones.image_condition import image_condition
+
+    codec = models.codec
+    firsts = (to_video(request.first_frame[None, None]).to(models.device) for request in requests)
+    if not models.backbone.image_conditioned:
+        return torch.cat([codec.encode(first) for first in firsts]), None
+    if sampling.mode != "bidirectional":
+        raise ConfigError(
+            f"mode {sampling.mode!r}: an image-conditioned model generates whole clips only, expected 'bidirectional': change "
+            "validation.passes"
+        )
+    frames = 1 + codec.temporal_stride * (requests[0].horizon(sampling) - 1)
+    return None, torch.cat([image_condition(codec, first, frames) for first in firsts])
 
 
 def _autoregressive(
@@ -276,17 +310,17 @@ def sample_all(
     requests: Sequence[Request],
     sampling: Sampling,
     batch_size: int | None = None,
-    on_chunk: OnChunk | None = None,
+    on_chunk: OnBatchChunk | None = None,
 ) -> Iterator[tuple[Request, torch.Tensor | Exception, float]]:
     """Yield (request, its latents `[T,C,h,w]` or what went wrong, seconds), in batches of slot order.
 
     The batch size is `batch_size_of` by default. A batch that fails is sampled again slot by slot, so one slot does
-    not cost the others. `on_chunk(done, chunks)` is told the progress of autoregressive sampling.
+    not cost the others. `on_chunk(requests, done, chunks, latents)` is told of every chunk of autoregressive sampling.
     """
     for batch in batches_of(models, requests, sampling, batch_size):
         begun = time.perf_counter()
         try:
-            latents = sample_latents(models, batch, sampling, on_chunk)
+            latents = sample_latents(models, batch, sampling, on_chunk and partial(on_chunk, batch))
         except Preempted:
             raise
         except Exception as error:
@@ -299,60 +333,66 @@ def sample_all(
         yield from ((request, row, seconds) for request, row in zip(batch, latents, strict=True))
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A decoded clip: uint8 `frames` [F,H,W,3], `statistics` of the pixels before rounding, what is wrong with it if anything."""
-
-    frames: np.ndarray
-    statistics: PixelStatistics
-    complaint: str | None = None
-
-
-def decode(codec: Codec, latents: torch.Tensor, pixel_frames: int, device: Any = "cpu") -> Decoded:
-    """Decode `pixel_frames` frames of one clip's latents `[T,C,h,w]`; long clips tile by tile (`Codec.decode_tiles`).
-
-    Latents that are not finite from some frame on are decoded up to it and continued with NaN, so the damage can be
-    seen; the complaint then names the first bad latent frame.
-    """
+def sound_latents(latents: torch.Tensor) -> tuple[int, str | None]:
+    """Return how many leading latents of `[T,C,h,w]` are finite, and the complaint about the first that is not."""
     import torch
 
     finite = torch.isfinite(latents).flatten(1).all(dim=1)
     good = int(finite.long().cumprod(0).sum())
-    complaint = None
-    if good < len(latents):
-        complaint = f"latent frame {good} of {len(latents)} holds NaN or infinite values after sampling"
-        if good == 0:
-            raise NonFiniteError(complaint)
-    frames: list[np.ndarray] = []
-    statistics: list[PixelStatistics] = []
+    if good == len(latents):
+        return good, None
+    return good, f"latent frame {good} of {len(latents)} holds NaN or infinite values after sampling"
+
+
+def decode_stretches(
+    codec: Codec, latents: torch.Tensor, pixel_frames: int, device: Any = "cpu"
+) -> Iterator[tuple[np.ndarray, PixelStatistics]]:
+    """Yield `pixel_frames` frames of one clip's latents `[T,C,h,w]`, uint8 [n,H,W,3], with statistics before rounding.
+
+    Long clips come tile by tile (`Codec.decode_tiles`): no more than a tile of pixels is in memory. Latents that are not
+    finite from some frame on are decoded up to it and continued with NaN, so the damage can be seen; NonFiniteError if that
+    is the first.
+    """
+    from solarwm_lib.backbones.codec import DECODE_TILE
+
+    good, complaint = sound_latents(latents)
+    if good == 0:
+        raise NonFiniteError(complaint or "no latents")
     left = pixel_frames
     for tile in codec.decode_tiles(latents[None, :good].to(device)):
         pixels = to_pixels(tile)[0][:left]
-        frames.append(to_uint8(pixels))
-        statistics.append(pixel_statistics(pixels))
+        yield to_uint8(pixels), pixel_statistics(pixels)
         left -= len(pixels)
         if not left:
-            break
-    if left:
-        missing = np.full((left, *frames[0].shape[1:]), np.nan, np.float32)
-        frames.append(to_uint8(missing))
-        statistics.append(pixel_statistics(missing))
-    columns = (
-        np.concatenate([getattr(part, f.name) for part in statistics]) for f in fields(PixelStatistics)
-    )
-    return Decoded(np.concatenate(frames), PixelStatistics(*columns), complaint)
+            return
+    height, width, channels = pixels.shape[1:]
+    while left:
+        count = min(left, DECODE_TILE * codec.temporal_stride)
+        missing = np.full((count, height, width, channels), np.nan, np.float32)
+        yield to_uint8(missing), pixel_statistics(missing)
+        left -= count
 
 
-def reconstruct(codec: Codec, frames: np.ndarray, device: Any = "cpu") -> np.ndarray:
-    """Return uint8 `[F,H,W,3]`: `frames` through the codec and back, the best a model in its latents could show.
+def reconstructor(codec: Codec, device: Any = "cpu") -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function of consecutive stretches uint8 [n,H,W,3] of a clip that gives them through the codec and back.
 
-    A count the codec does not take is filled up with the last frame for the purpose.
+    That is the best a model in its latents could show. Stretches are what the codec's tiles decode to, 1 + 4k frames and then
+    4k; the last may end anywhere: it is filled up with its last frame for the purpose.
     """
-    extra = -(len(frames) - 1) % codec.temporal_stride
-    whole = np.concatenate([frames, frames[-1:].repeat(extra, axis=0)])
-    latents = codec.encode(to_video(whole[None]).to(device))
-    tiles = [to_uint8(to_pixels(tile)[0]) for tile in codec.decode_tiles(latents)]
-    return np.concatenate(tiles)[: len(frames)]
+    encode, decode = codec.encoder(), codec.decoder()
+    begun = False
+
+    def stretch(frames: np.ndarray) -> np.ndarray:
+        nonlocal begun
+        if not len(frames):
+            return frames
+        extra = -(len(frames) - (not begun)) % codec.temporal_stride
+        whole = np.concatenate([frames, frames[-1:].repeat(extra, axis=0)])
+        latents = encode(to_video(whole[None]).to(device))
+        begun = True
+        return to_uint8(to_pixels(decode(latents))[0])[: len(frames)]
+
+    return stretch
 
 
 def to_video(frames: np.ndarray) -> torch.Tensor:

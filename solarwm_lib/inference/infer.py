@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.data.index import read_index
-from solarwm_lib.inference import horizon, latents, publication
+from solarwm_lib.inference import horizon, latents, preview, publication
 from solarwm_lib.inference.evaluation import PassRun, prepare
 from solarwm_lib.inference.plan import build_plan, index_path, plan_bytes
 from solarwm_lib.inference.validation import publish
@@ -41,6 +41,7 @@ def open_infer(resolved: Resolved) -> tuple[dict[str, Any], dict[str, PassRun]]:
         raise ConfigError("validation.passes is empty: list at least one pass to sample")
     _check_camera_length(resolved)
     _check_weights(resolved)
+    preview.check(config)
     layout = publication.layout_of(config)
     plan = build_plan(resolved)
     runs = {
@@ -56,15 +57,19 @@ def open_infer(resolved: Resolved) -> tuple[dict[str, Any], dict[str, PassRun]]:
 
 def _publication(run: PassRun, names: dict[int, publication.Name]) -> publication.Publication:
     from solarwm_lib.backbones.codec import DECODE_TILE
+    from solarwm_lib.training.checkpoint import read_state
 
+    imported = read_state(run.checkpoint).run.get("imported", {})
     facts = {
         "weights_id": run.weights_id,
         "weights": run.settings.weights,
+        # What the release manifest of a package says to load; None for weights that came without one.
+        "release_default_weights": imported.get("default_role"),
         "plan_digest": run.plan["payload_digest"],
         "horizon_rounding": horizon.rounding_of(run.config),
         "vae_decode": {"mode": "continuous_cached_tiles", "chunk_latent_frames": DECODE_TILE},
     }
-    return publication.Publication(names, run.plan["fps"], facts)
+    return publication.Publication(names, facts)
 
 
 def infer(

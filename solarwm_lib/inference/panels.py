@@ -23,12 +23,16 @@ DIFFERENCE_GAIN = 2
 
 @dataclass(frozen=True)
 class Panel:
-    """One clip of the grid: its title, a note per frame (fewer notes than frames are legal) and its bad frames."""
+    """One clip of the grid: its title, a note per frame (fewer notes than frames are legal) and its bad frames.
+
+    `frames` may be a stretch of a clip, which then has `length` frames; notes and bad frames count from its first.
+    """
 
     title: str
     frames: np.ndarray
     notes: Sequence[str] = ()
     bad_frames: frozenset[int] = field(default_factory=frozenset)
+    length: int | None = None
 
 
 def difference(truth: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -43,8 +47,10 @@ def magnification(height: int) -> int:
     return max(1, -(-MIN_CELL_HEIGHT // height))
 
 
-def grid_frames(rows: Sequence[Sequence[Panel | None]]) -> Iterator[np.ndarray]:
+def grid_frames(rows: Sequence[Sequence[Panel | None]], first: int = 0) -> Iterator[np.ndarray]:
     """Yield uint8 RGB frames of the grid, as many as its longest clip has; `None` leaves a cell empty.
+
+    Of stretches of clips, `first` is the number of their first frame.
 
     Clips are enlarged by an integer factor (nearest neighbour: no pixel is invented). Sizes are even, as H.264 needs.
     """
@@ -68,12 +74,18 @@ def grid_frames(rows: Sequence[Sequence[Panel | None]]) -> Iterator[np.ndarray]:
             for c, cell_panel in enumerate(row):
                 if cell_panel is not None:
                     corner = (c * (cell[1] + GAP), r * (BAND_HEIGHT + cell[0] + GAP))
-                    _draw_cell(canvas, cell_panel, index, corner, cell, factor)
+                    _draw_cell(canvas, cell_panel, index, first, corner, cell, factor)
         yield np.asarray(canvas)
 
 
 def _draw_cell(
-    canvas: Image.Image, panel: Panel, index: int, corner: tuple[int, int], cell: tuple[int, int], factor: int
+    canvas: Image.Image,
+    panel: Panel,
+    index: int,
+    first: int,
+    corner: tuple[int, int],
+    cell: tuple[int, int],
+    factor: int,
 ) -> None:
     x, y = corner
     height, width = cell
@@ -84,7 +96,7 @@ def _draw_cell(
     top = y + BAND_HEIGHT
     if index >= len(panel.frames):
         draw.rectangle((x, top, x + width - 1, top + height - 1), outline=FAINT)
-        message = f"no frame {index}: this clip has {len(panel.frames)}"
+        message = f"no frame {first + index}: this clip has {panel.length or len(panel.frames)}"
         _text(draw, message, (x + 6, top + height // 2 - 8), width - 12, NOTE_SIZE, INK)
         return
     frame = panel.frames[index].repeat(factor, axis=0).repeat(factor, axis=1)
@@ -96,7 +108,7 @@ def _draw_cell(
         draw.line((box[0], box[3], box[2], box[1]), fill=ALARM, width=4)
         middle = top + height // 2
         draw.rectangle((x + 8, middle - 14, x + width - 9, middle + 14), fill=ALARM)
-        _text(draw, f"NON-FINITE frame {index}", (x + 14, middle - 11), width - 28, TITLE_SIZE, INK)
+        _text(draw, f"NON-FINITE frame {first + index}", (x + 14, middle - 11), width - 28, TITLE_SIZE, INK)
 
 
 def _text(

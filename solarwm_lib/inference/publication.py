@@ -19,9 +19,8 @@ import numpy as np
 
 from solarwm_lib.data.camera import RELATIVE_KEY
 from solarwm_lib.data.clip import label
-from solarwm_lib.data.video import mp4_bytes
 from solarwm_lib.inference.latents import slot_name
-from solarwm_lib.inference.slots import VIDEO_CRF, Slot
+from solarwm_lib.inference.slots import Slot
 from solarwm_lib.runtime.errors import ConfigError, DataError
 from solarwm_lib.runtime.files import json_bytes
 
@@ -86,21 +85,17 @@ class Publication:
     """Makes the public files of a finished slot; `facts` go into each receipt."""
 
     names: Mapping[int, Name]
-    fps: float
     facts: Mapping[str, Any]
 
-    def __call__(self, slot: Slot, clips: Cases, frames: np.ndarray) -> dict[str, bytes]:
-        """Return path -> content of the public files of generated `frames` uint8 [F,H,W,3].
+    def padding(self, case: Mapping[str, Any], frames: int) -> int:
+        """Return how often the last of `frames` generated frames is repeated, to the published length."""
+        return max(0, case["published_frames"] - frames)
 
-        Missing frames up to the published length repeat the last one generated.
-        """
+    def __call__(self, slot: Slot, clips: Cases, frames: int, video: bytes) -> dict[str, bytes]:
+        """Return path -> content of the public files of `frames` generated frames; `video` shows them, and the padding."""
         dataset, clip = self.names[slot.case["slot"]]
         published = slot.case["published_frames"]
-        pad = published - len(frames)
-        video = slot.members["generated.mp4"]
-        if pad > 0:
-            whole = np.concatenate([frames, frames[-1:].repeat(pad, axis=0)])
-            video = mp4_bytes(whole, self.fps, crf=VIDEO_CRF)
+        pad = self.padding(slot.case, frames)
         files = {
             f"generate/{dataset}/{clip}.mp4": video,
             f"compare/{dataset}/{clip}.mp4": slot.members["compare.mp4"],
@@ -115,7 +110,7 @@ class Publication:
             "latent_frames": slot.case["latent_frames"],
             "model_output_pixel_frames": model_frames,
             "published_pixel_frames": published,
-            "trim_frames": model_frames - len(frames),
+            "trim_frames": model_frames - frames,
             "tail_pad_frames": pad,
             "tail_padding_mode": "repeat_last_generated_frame" if pad else "none",
             "files": sorted(files),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 ChunkVelocity = Callable[..., Tensor]
 # A solver of one chunk: its velocity, its noise, and the anchor `[B,1,C,h,w]` of the first chunk, None later.
 Solve = Callable[[ChunkVelocity, Tensor, Tensor | None], Tensor]
-OnChunk = Callable[[int, int], Any]
+# Told of every finished chunk: chunks done, chunks in all, and its latents `[B,c,C,h,w]`.
+OnChunk = Callable[[int, int, Tensor], Any]
 
 
 def history_frames(first: int, chunk: int, prior_chunks: int, sink: int = 0) -> list[int]:
@@ -144,7 +145,7 @@ def roll_out_cached(
 def _ended(done: Sequence[Tensor], noise: Tensor, on_chunk: OnChunk | None) -> bool:
     """Report the chunk just done; tell whether no clip of the batch is finite any more."""
     if on_chunk is not None:
-        on_chunk(len(done), noise.shape[1] // done[0].shape[1])
+        on_chunk(len(done), noise.shape[1] // done[0].shape[1], done[-1])
     return not bool(torch.isfinite(done[-1]).flatten(1).all(dim=1).any())
 
 

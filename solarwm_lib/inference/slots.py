@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from solarwm_lib.data.video import mp4_bytes
-from solarwm_lib.inference import metrics
-from solarwm_lib.inference.panels import Panel, difference, grid_frames
-from solarwm_lib.runtime.errors import MemoryExhausted, NonFiniteError, SolarError
+from solarwm_lib.runtime.errors import MemoryExhausted, SolarError
 from solarwm_lib.runtime.files import json_bytes
 
 SLOT_SCHEMA = "solarwm.validation-slot.v1"
@@ -118,117 +115,15 @@ def describe(error: Exception) -> Failure:
     return Failure("bug", 1, f"{type(error).__name__}: {message}", text)
 
 
-def measure(
-    slot: Slot,
-    truth: np.ndarray,
-    pixels: np.ndarray,
-    ceiling: np.ndarray,
-    fps: float,
-    title: str,
-) -> None:
-    """Fill `slot` as `measure_frames` does, from float pixels [F,H,W,3] in [-1,1]."""
-    statistics = metrics.pixel_statistics(pixels)
-    measure_frames(slot, truth, metrics.to_uint8(pixels), statistics, ceiling, fps, title)
-
-
-def measure_frames(
-    slot: Slot,
-    truth: np.ndarray,
-    generated: np.ndarray,
-    statistics: metrics.PixelStatistics,
-    ceiling: np.ndarray,
-    fps: float,
-    title: str,
-) -> None:
-    """Fill `slot` with metrics, videos and statistics of one generated clip.
-
-    generated: uint8 [F,H,W,3], `statistics` those of its pixels before rounding. truth and ceiling (the codec's
-    reconstruction of truth): uint8 [n,H,W,3], n <= F; frames behind them are shown and not scored. Ends in status ok, or in
-    error (with the same files, the bad frames marked) if a pixel is not finite.
-    """
-    frames = len(generated)
-    truth, ceiling = truth[:frames], ceiling[:frames]
-    scored = generated[: len(truth)]
-    held = metrics.repeat_first_frame(truth)
-    per_frame = {
-        "psnr": metrics.psnr_per_frame(truth, scored),
-        "ssim": metrics.ssim_per_frame(truth, scored),
-        "repeat_first_frame_psnr": metrics.psnr_per_frame(truth, held),
-        "repeat_first_frame_ssim": metrics.ssim_per_frame(truth, held),
-        "codec_ceiling_psnr": metrics.psnr_per_frame(truth, ceiling),
-    }
-    bad = np.flatnonzero(statistics.finite_fraction < 1)
-    for name in ("psnr", "ssim"):
-        per_frame[name][bad[bad < len(truth)]] = np.nan
-    if len(bad):
-        slot.fail(
-            NonFiniteError(f"{len(bad)} of {frames} frames are not finite, the first is frame {bad[0]}")
-        )
-    else:
-        slot.status = "ok"
-        slot.metrics = {
-            name: (metrics.clip_psnr if name.endswith("psnr") else metrics.clip_value)(values)
-            for name, values in per_frame.items()
-        }
-        slot.metrics["margin_db"] = slot.metrics["psnr"] - slot.metrics["repeat_first_frame_psnr"]
-    if len(truth) < frames:
-        slot.facts["ground_truth_frames"] = len(truth)
-        unscored = np.full(frames - len(truth), np.nan)
-        per_frame = {name: np.concatenate([values, unscored]) for name, values in per_frame.items()}
-    columns = {
-        **per_frame,
-        "mean": statistics.mean,
-        "std": statistics.std,
-        "min": statistics.minimum,
-        "max": statistics.maximum,
-        "finite_fraction": statistics.finite_fraction,
-    }
-    rows = [{"frame": i, **{k: v[i] for k, v in columns.items()}} for i in range(frames)]
-    slot.facts["first_bad_frame"] = statistics.first_bad_frame
-    slot.members |= {
-        "generated.mp4": mp4_bytes(generated, fps, crf=VIDEO_CRF),
-        "ground_truth.mp4": mp4_bytes(truth, fps, crf=VIDEO_CRF),
-        "compare.mp4": mp4_bytes(
-            _comparison(slot, truth, generated, per_frame, title, frozenset(bad.tolist())),
-            fps,
-            crf=COMPARE_CRF,
-        ),
-        "frames.csv": csv_text(FRAME_COLUMNS, rows).encode(),
-    }
-
-
-def _comparison(
-    slot: Slot,
-    truth: np.ndarray,
-    generated: np.ndarray,
-    per_frame: Mapping[str, np.ndarray],
-    title: str,
-    bad: frozenset[int],
-) -> Iterable[np.ndarray]:
-    last = len(generated) - 1
-    name = f"{slot.case['sample_id']} from frame {slot.case['start_frame']}"
-    scores = score_notes(per_frame["psnr"], per_frame["ssim"], len(truth))
-    baseline = [
-        f"repeat first frame: PSNR {v:.2f} dB" if i and math.isfinite(v) else ""
-        for i, v in enumerate(per_frame["repeat_first_frame_psnr"])
-    ]
-    return grid_frames(
-        [
-            [
-                Panel("ground truth", truth, [f"{name} · {i}/{last}" for i in range(len(truth))]),
-                Panel(f"generated · {title}", generated, scores, bad),
-                Panel("|difference| x2", difference(truth, generated), baseline, bad),
-            ]
-        ]
-    )
-
-
 def score_notes(
-    psnr: Sequence[float] | np.ndarray, ssim: Sequence[float] | np.ndarray, scored: int | None = None
+    psnr: Sequence[float] | np.ndarray,
+    ssim: Sequence[float] | np.ndarray,
+    scored: int | None = None,
+    first: int = 0,
 ) -> list[str]:
-    """Return one caption per frame of a generated clip, of which the first `scored` frames (all) have ground truth."""
+    """Return one caption per frame, from `first` on, of a generated clip whose first `scored` frames (all) have ground truth."""
     notes = []
-    for frame, (decibels, similarity) in enumerate(zip(psnr, ssim, strict=True)):
+    for frame, (decibels, similarity) in enumerate(zip(psnr, ssim, strict=True), start=first):
         if frame == 0:
             notes.append("first frame: given")
         elif scored is not None and frame >= scored:

@@ -1,7 +1,8 @@
-"""Stage0.5 flow matching (spec wan22 3.1 and 3.2): shifted table, Gaussian weights, clean first latent, image-condition dropout.
+"""Stage0.5 flow matching (spec wan22 3.1 and 3.2): shifted table, Gaussian weights, first image and its dropout.
 
-Path x_sigma = (1 - sigma) x0 + sigma eps, target v = eps - x0. One timestep per clip, drawn uniformly by index. Unless a
-sample is dropped, its latent 0 stays clean at timestep 0 and outside the loss.
+Path x_sigma = (1 - sigma) x0 + sigma eps, target v = eps - x0. One timestep per clip, drawn uniformly by index. The first
+image of TI2V is latent 0, clean at timestep 0 and outside the loss unless the sample is dropped. I2V has it beside the
+latents, in the image condition y, which is zero where a sample is dropped; all its frames are noised and supervised.
 
 Shapes: B batch, T latent frames, C channels, h w latent size.
 """
@@ -103,13 +104,25 @@ def drop_rows(seed: int, global_sample_indices: Sequence[int], global_batch_size
 def add_noise(latents: Tensor, draws: Draws, table: Schedule) -> Noised:
     """Return clean `latents` `[B,T,C,h,w]` moved to their drawn sigma; mixing in float32, result in the dtype of `latents`."""
     batch, frames = latents.shape[:2]
-    noisy = process.mix(latents, draws.noise, _entries(table.sigmas, draws, frames))
-    kept = ~draws.dropped.to(latents.device)
+    noised = add_noise_everywhere(latents, draws, table)
     anchored = torch.zeros(batch, frames, dtype=torch.bool, device=latents.device)
-    anchored[:, 0] = kept
-    noisy = torch.where(process.per_clip(anchored), latents, noisy)
+    anchored[:, 0] = ~draws.dropped.to(latents.device)
+    noisy = torch.where(process.per_clip(anchored), latents, noised.latents)
+    return Noised(noisy, noised.timesteps.masked_fill(anchored, 0.0), ~anchored)
+
+
+def add_noise_everywhere(latents: Tensor, draws: Draws, table: Schedule) -> Noised:
+    """Return `add_noise` without a clean latent 0: (1 - sigma) x0 + sigma eps in every frame, all supervised."""
+    batch, frames = latents.shape[:2]
+    noisy = process.mix(latents, draws.noise, _entries(table.sigmas, draws, frames))
     timesteps = _entries(table.timesteps, draws, frames).to(latents.device, torch.float32)
-    return Noised(noisy, timesteps.masked_fill(anchored, 0.0), ~anchored)
+    return Noised(noisy, timesteps, torch.ones(batch, frames, dtype=torch.bool, device=latents.device))
+
+
+def kept_condition(image_condition: Tensor, draws: Draws) -> Tensor:
+    """Return y `[B,T,4+C,h,w]` with mask and latents 0 for the dropped samples (by selection: nothing of them is left)."""
+    dropped = draws.dropped.to(image_condition.device)
+    return image_condition.masked_fill(process.per_clip(dropped), 0.0)
 
 
 def _entries(column: np.ndarray, draws: Draws, frames: int) -> Tensor:
@@ -152,8 +165,18 @@ def loss(
     intrinsics: Tensor | None,
     draws: Draws,
     table: Schedule,
+    image_condition: Tensor | None = None,
 ) -> LossOutput:
-    """Return the Stage0.5 loss of clean `latents` `[B,T,C,h,w]`: one bidirectional pass over the whole clip."""
-    noised = add_noise(latents, draws, table)
-    prediction = backbone.velocity(noised.latents, noised.timesteps, prompt_embeds, w2c, intrinsics)
+    """Return the Stage0.5 loss of clean `latents` `[B,T,C,h,w]`: one bidirectional pass over the whole clip.
+
+    image_condition: y `[B,T,4+C,h,w]` of an image-conditioned backbone, None for any other.
+    """
+    if image_condition is None:
+        noised = add_noise(latents, draws, table)
+    else:
+        noised = add_noise_everywhere(latents, draws, table)
+        image_condition = kept_condition(image_condition, draws)
+    prediction = backbone.velocity(
+        noised.latents, noised.timesteps, prompt_embeds, w2c, intrinsics, image_condition=image_condition
+    )
     return weighted_loss(prediction, latents, noised, draws, table)

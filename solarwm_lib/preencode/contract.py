@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from solarwm_lib.config.geometry import geometry
+from solarwm_lib.config.geometry import condition_channels, geometry
 from solarwm_lib.config.identity import canonical_json
 from solarwm_lib.config.identity import digest as content_digest
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, NonFiniteError
@@ -33,7 +33,6 @@ CAMERA_TENSORS = (
     "camera_viewmats",
     "camera_K",
 )  # promised, and rebuilt from the camera file instead of stored
-MASK_CHANNELS = 4
 _BYTES = {"bfloat16": 2, "float32": 4, "int64": 8}
 
 
@@ -146,8 +145,8 @@ def wan_contract(
         TensorSpec("latents", (frames, sizes.latent_channels, *latent), dtype),
         TensorSpec("prompt_embeds", (text_length, architecture["transformer"]["text_dim"]), dtype),
     ]
-    if family == "wan22_i2v_a14b":
-        tensors.append(TensorSpec("i2v_y", (frames, MASK_CHANNELS + sizes.latent_channels, *latent), dtype))
+    if condition := condition_channels(family, sizes.latent_channels):
+        tensors.append(TensorSpec("i2v_y", (frames, condition, *latent), dtype))
     tensors += [
         TensorSpec("camera_viewmats", (tokens, 4, 4), "float32"),
         TensorSpec("camera_K", (tokens, 3, 3), "float32"),

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from solarwm_lib.backbones.codec import Codec, folder_digest, load_codec
+from solarwm_lib.backbones.image_condition import image_condition
 from solarwm_lib.backbones.text import TextEncoder, clean_prompt, text_identity
 from solarwm_lib.config.architectures import load_architecture
+from solarwm_lib.config.geometry import IMAGE_CONDITIONED
 from solarwm_lib.inference.generate import to_video
 from solarwm_lib.preencode.contract import (
     ENCODER_VERSION,
     FIT,
     FORMATS,
-    MASK_CHANNELS,
     EncoderContract,
     wan_contract,
 )
@@ -85,7 +86,7 @@ class WanEncoder:
         self._base = Path(base_path)
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._text_length = text_length
-        self._conditioned = family == "wan22_i2v_a14b"
+        self._conditioned = family in IMAGE_CONDITIONED
         self.pixel_tensors = ("latents", "i2v_y") if self._conditioned else ("latents",)
         self.latents_identity = folder_digest(self._base / "vae")
         self.prompt_identity = text_identity(self._base)
@@ -126,39 +127,17 @@ class WanEncoder:
     def encode_pixels(self, frames: np.ndarray) -> dict[str, Tensor]:
         """Return `latents` [T,C,h,w] and, for A14B, `i2v_y` [T,4+C,h,w] of uint8 frames [F,H,W,3]."""
         video = to_video(frames[None]).to(self._device)
-        tensors = {"latents": self._encode(video)}
+        tensors = {"latents": self._stored(self._codec.encode(video))}
         if self._conditioned:
-            tensors["i2v_y"] = torch.cat(
-                [image_mask(tensors["latents"]), self._encode(first_frame_only(video))], dim=1
-            )
+            tensors["i2v_y"] = self._stored(image_condition(self._codec, video[:, :, :1], video.shape[2]))
         return tensors
 
     def encode_prompt(self, caption: str) -> dict[str, Tensor]:
         """Return `prompt_embeds` [L,D]."""
         return {"prompt_embeds": self._text.encode([caption])[0].float().cpu().to(self._dtype)}
 
-    def _encode(self, video: Tensor) -> Tensor:
-        return self._codec.encode(video)[0].float().cpu().to(self._dtype)
-
-
-def first_frame_only(video: Tensor) -> Tensor:
-    """Return `video` [B,3,F,H,W] with every frame but the first set to 0, mid-grey. (spec wan22 1.5)"""
-    condition = torch.zeros_like(video)
-    condition[:, :, 0] = video[:, :, 0]
-    return condition
-
-
-def image_mask(latents: Tensor) -> Tensor:
-    """Return the mask [T,4,h,w] that goes with `latents` [T,C,h,w]: ones for latent 0, zeros for the others.
-
-    A pixel-frame indicator (1 for frame 0) with its first entry repeated four times, folded by four. (spec wan22 1.5)
-    """
-    frames, _, height, width = latents.shape
-    indicator = torch.zeros(MASK_CHANNELS * frames, dtype=latents.dtype)
-    indicator[:MASK_CHANNELS] = 1
-    return (
-        indicator.view(frames, MASK_CHANNELS, 1, 1).expand(frames, MASK_CHANNELS, height, width).contiguous()
-    )
+    def _stored(self, batch: Tensor) -> Tensor:
+        return batch[0].float().cpu().to(self._dtype)
 
 
 def encoder_for(resolved: Resolved, device: torch.device | str | None = None) -> ClipEncoder:

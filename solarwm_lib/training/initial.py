@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,14 +83,21 @@ def read_roles(config: RunConfig) -> dict[str, Artifact]:
     return {role: artifacts.read(Path(source.path), SCHEMA) for role, source in sources(config).items()}
 
 
-def check(resolved: Resolved, found: Mapping[str, Artifact]) -> None:
-    """Raise ArtifactError unless every checkpoint a run starts from is of the route, step and network that it needs."""
+def check(resolved: Resolved, found: Mapping[str, Artifact], assets: Artifact) -> None:
+    """Raise ArtifactError unless every checkpoint a run starts from is of the route, step and network that it needs.
+
+    `assets` are the run's base weights: a network knows only the latents and prompts of the codec and text encoder it was
+    trained with.
+    """
+    config = resolved.config
+    starts = sources(config)
+    if not starts:  # without the import of torch, a refusal comes at once
+        return
     from solarwm_lib.training import checkpoint
     from solarwm_lib.weights.contract import lookup
-    from solarwm_lib.weights.convert import facts_of
+    from solarwm_lib.weights.convert import facts_of, roles_of
 
-    config = resolved.config
-    for role, source in sources(config).items():
+    for role, source in starts.items():
         artifact = found[role]
         state = checkpoint.read_state(artifact)
         facts = facts_of(state.run, artifact.path)
@@ -107,8 +115,48 @@ def check(resolved: Resolved, found: Mapping[str, Artifact]) -> None:
                     f"{source.section}.path: {artifact.path} was trained with {key} {theirs}, this run has {ours}; make them "
                     "the same"
                 )
+        theirs = artifact.identity.get("assets")
+        if theirs != assets.digest:
+            raise ArtifactError(
+                f"{source.section}.path: {artifact.path} was trained on base weights {str(theirs)[:16]}, model.base_path "
+                f"{assets.path} holds {assets.digest[:16]}; codec and text encoder must be those of training"
+            )
+        present = roles_of(artifact, state)
         for weights in source.weights:
             checkpoint.check_role(artifact.path, state, weights, source.step, source.section)
+            if weights not in present:
+                raise ArtifactError(
+                    f"{source.section}.weights: found {weights}, {artifact.path} has {', '.join(present) or 'none'}; name "
+                    "weights that are there or another checkpoint"
+                )
+
+
+def check_validated(student: Artifact | None, validations: Sequence[Path]) -> None:
+    """Raise ArtifactError unless every one of `validations` is complete and of `student`, what Stage2 starts from.
+
+    A pass with failed slots is published too, as partial: that its marker exists does not say that it is a result.
+    """
+    from solarwm_lib.inference.evaluation import COMPLETE
+    from solarwm_lib.inference.validation import SCHEMA
+
+    for path in validations:
+        validation = artifacts.read(path, SCHEMA)
+        of = validation.identity.get("checkpoint_digest")
+        if student is None or of != student.digest:
+            wanted = (
+                f"{student.path} ({student.digest[:16]})" if student else "a student, which this run has not"
+            )
+            raise ArtifactError(
+                f"{validation.path}: validates checkpoint {str(of)[:16]}, expected one of {wanted}; name the validation of "
+                "the checkpoint that the run starts from"
+            )
+        summary = json.loads(validation.file("summary.json").read_bytes())
+        if summary["status"] != COMPLETE:
+            slots = summary["slots"]
+            raise ArtifactError(
+                f"{validation.path}: is {summary['status']}, {slots['ok']} of {slots['total']} slots, and Stage2 starts from "
+                "completely validated weights; see its manifests, remove it and validate again"
+            )
 
 
 def role_weights(

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -20,7 +21,7 @@ from solarwm_lib import artifacts
 from solarwm_lib.artifacts import Artifact, Transaction
 from solarwm_lib.runtime.launch import refuse_before_start
 from solarwm_lib.runtime.lock import exclusive
-from solarwm_lib.training import setup
+from solarwm_lib.training import initial, setup
 from solarwm_lib.training.topology import Topology
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ def steps_of(resolved: Resolved) -> int:
     return 2 if forcing is None else 1 + forcing.critic_updates_per_student
 
 
-def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
+def preflight(resolved: Resolved, out_dir: Path | str, validated: Sequence[Path] = ()) -> Artifact:
     """Publish the preflight of a run at `out_dir`; one that is there and of the same identity is returned.
 
+    `validated` are validations of Stage2's student, refused with ArtifactError unless they are complete.
     Works in the hidden sibling `.NAME.scratch`, which stays for inspection if something fails and is removed by the
     next attempt. Raises whatever the run itself would raise.
     """
@@ -46,6 +48,7 @@ def preflight(resolved: Resolved, out_dir: Path | str) -> Artifact:
     target = Path(out_dir)
     scratch = target.with_name(f".{target.name}.scratch")
     run = setup.open_run(resolved, scratch)
+    initial.check_validated(run.inputs.roles.get("student"), validated)
     topology, identity = run.topology, run.identity
     setup.check_clips(resolved, topology)
 

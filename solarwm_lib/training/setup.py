@@ -58,7 +58,7 @@ def refuse_unsupported(resolved: Resolved) -> None:
     anyflow, forcing = config.train.anyflow, config.train.self_gradient_forcing
     rollout = forcing.rollout_latent_frames if forcing else None
     problems = (
-        (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only wan22_ti2v_5b trains"),
+        (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only wan22_ti2v_5b and wan22_i2v_a14b train"),
         (config.train.strategy != "replicate", f"train.strategy {config.train.strategy}", "use replicate"),
         (config.distributed.sequence_parallel_size != 1,
          f"distributed.sequence_parallel_size {config.distributed.sequence_parallel_size}", "use 1"),
@@ -158,7 +158,7 @@ def open_run(resolved: Resolved, run_dir: Path) -> Run:
     topology, plan = topology_of(resolved)
     inputs = read_inputs(resolved)
     found = inputs.roles if inputs.initial is None else {"initial": inputs.initial}
-    initial.check(resolved, found)
+    initial.check(resolved, found, inputs.assets)
     _check_negative_embedding(resolved)
     return Run(resolved, run_dir, topology, plan, inputs, identity_of(resolved, inputs))
 
@@ -182,16 +182,26 @@ def make_deterministic(device: torch.device) -> None:
 
 
 def build_backbone(resolved: Resolved, device: torch.device) -> Wan22:
-    """Load the float32 base weights in training mode; a flow map's second time starts as a copy of the first."""
+    """Load the float32 base weights in training mode; a flow map's second time starts as a copy of the first.
+
+    ConfigError for an attention executor that does not run on `device`.
+    """
+    from solarwm_lib.backbones import attention
     from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.architectures import load_architecture
 
     config = resolved.config
     architecture = load_architecture(config.model.architecture)
     anyflow = config.train.anyflow is not None
+    executor = config.train.attention_executor
+    if executor == "flex" and device.type != "cuda":
+        raise ConfigError(
+            f"train.attention_executor: found flex, which has gradients on CUDA only, and this is {device.type}; use segments"
+        )
     backbone = Wan22.from_pretrained(config.model.base_path, architecture, config.model, anyflow=anyflow).to(
         device
     )
+    attention.set_executor(backbone.transformer, executor)
     backbone.train().requires_grad_(True)
     if config.train.activation_checkpointing:
         backbone.transformer.enable_gradient_checkpointing()  # type: ignore[attr-defined]
@@ -377,12 +387,20 @@ def build_source(resolved: Resolved, device: torch.device) -> OnlineSource | Lat
         return LatentSource(clips)
     from solarwm_lib.backbones.codec import load_codec
     from solarwm_lib.backbones.text import TextEncoder
+    from solarwm_lib.config.geometry import IMAGE_CONDITIONED
 
     codec = load_codec(model.base_path)
     codec.vae.to(device)
     text = TextEncoder.from_pretrained(model.base_path, model.text_length)
     text.encoder.to(device)
-    return OnlineSource(clips, codec, text, device, anchor_only=resolved.config.train.stage == "stage2")
+    return OnlineSource(
+        clips,
+        codec,
+        text,
+        device,
+        anchor_only=resolved.config.train.stage == "stage2",
+        image_conditioned=model.family in IMAGE_CONDITIONED,
+    )
 
 
 def build_objective(
@@ -422,7 +440,14 @@ def build_objective(
         )
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=lower_precision):
             output = flow_matching.loss(
-                backbone, batch.latents, batch.prompt_embeds, batch.w2c, batch.intrinsics, draws, table
+                backbone,
+                batch.latents,
+                batch.prompt_embeds,
+                batch.w2c,
+                batch.intrinsics,
+                draws,
+                table,
+                batch.image_condition,
             )
         return Loss(output.loss, output.per_sample, table.timesteps[draws.index.numpy()].tolist())
 

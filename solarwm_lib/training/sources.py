@@ -109,7 +109,8 @@ class Source(Protocol):
 class OnlineSource:
     """Raw clips through the frozen codec and text encoder, which are on `device`.
 
-    `anchor_only` encodes a clip's first frame alone; its other latents are zero. Stage2 needs no more.
+    `anchor_only` encodes a clip's first frame alone; its other latents are zero. Stage2 needs no more. `image_conditioned`
+    adds the image condition of I2V-A14B.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class OnlineSource:
         device: torch.device,
         prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
         anchor_only: bool = False,
+        image_conditioned: bool = False,
     ) -> None:
         self.clips = clips
-        self._anchor_only = anchor_only
+        self._anchor_only, self._image_conditioned = anchor_only, image_conditioned
         self._codec, self._text, self._device = codec, text, device
         self._prompts: ByteCache[str, torch.Tensor] = ByteCache(prompt_cache_bytes, lambda t: t.nbytes)
 
@@ -135,9 +137,10 @@ class OnlineSource:
         return self.clips.load(planned)
 
     def encode(self, sample: Sample) -> EncodedClip:
-        """Return float32 latents `[T,C,h,w]` and prompt embeddings `[L,D]`."""
+        """Return float32 latents `[T,C,h,w]`, prompt embeddings `[L,D]` and, if asked for, y `[T,4+C,h,w]`."""
         frames = sample.frames[:1] if self._anchor_only else sample.frames
-        latents = self._codec.encode(to_video(frames[None]).to(self._device))[0].float().cpu()
+        video = to_video(frames[None]).to(self._device)
+        latents = self._codec.encode(video)[0].float().cpu()
         if self._anchor_only:
             latents = torch.cat([latents, latents.new_zeros(len(sample.w2c) - 1, *latents.shape[1:])])
         return EncodedClip(
@@ -148,7 +151,13 @@ class OnlineSource:
             self.prompt(sample.caption),
             sample.w2c,
             sample.intrinsics,
+            self._condition(video) if self._image_conditioned else None,
         )
+
+    def _condition(self, video: torch.Tensor) -> torch.Tensor:
+        from solarwm_lib.backbones.image_condition import image_condition
+
+        return image_condition(self._codec, video[:, :, :1], video.shape[2])[0].float().cpu()
 
     def prompt(self, caption: str) -> torch.Tensor:
         """Return the float32 embedding `[L,D]` of a text, on the CPU."""

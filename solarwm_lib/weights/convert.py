@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -26,12 +27,15 @@ from solarwm_lib.weights.contract import Contract
 if TYPE_CHECKING:
     from solarwm_lib.weights.tensors import Weights
 
+log = logging.getLogger(__name__)
+
 ASSETS_SCHEMA, EXPORT_SCHEMA, SIDECAR_SCHEMA = "solarwm.assets.v1", "solarwm.export.v1", "solarwm.weights.v1"
 FORMATS = ("diffusers", "official", "released")
 DTYPES = ("float32", "bfloat16", "float16")
 CRITIC = "critic.safetensors"
 PACKAGE = "package"
 FLOW_SHIFT = 5.0
+NOT_IMPORTED = "the low-noise expert is not imported: the high-noise expert runs over the whole range"
 _COPIED = ("vae", "text_encoder", "tokenizer", "scheduler", "conditioning")
 
 
@@ -93,6 +97,8 @@ def _import_base(base: official.Base, out: Path, architecture: str | None) -> Ar
         if file.suffix == ".pth":
             tensors.check_archive(file)
     converted = {} if base.layout in (official.DIFFUSERS, official.BARE) else _converted(base, described)
+    if (expert := base.left_out()) is not None:
+        log.warning("%s: %s", expert, NOT_IMPORTED)
     size = sum(file.stat().st_size for file in files)
     with Transaction(out, ASSETS_SCHEMA, identity, expected_bytes=size) as transaction:
         tensors.write_component(transaction, "transformer", network)

@@ -87,7 +87,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     shapes = _shapes(facts)
     members = {member.path for member in artifact.members}
     roles, problems = {}, []
-    for role, member in checkpoint.WEIGHTS.items():
+    for role, member in (*checkpoint.WEIGHTS.items(), ("critic", checkpoint.CRITIC)):
         if member not in members:
             continue
         infos = inventory.read_header(artifact.file(member))[0]
@@ -100,7 +100,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         )
     whole = set(checkpoint.INVENTORY) <= members
     loads = _uses(facts, usable, "as it is")
-    if whole:
+    if whole and facts.stage == "stage2":
+        loads.insert(0, _load("its own run", "live+ema", "which goes on from it by itself"))
+    elif whole:
         loads.insert(0, _load("checkpoint.path", "live+ema", "checkpoint.mode: full_resume, same run"))
     kind = "checkpoint" if whole else "checkpoint without optimizer (weights only)"
     return _report(
@@ -179,10 +181,12 @@ def _base(path: Path) -> dict[str, Any]:
             )
         )
     family = load_architecture(name)["family"] if name else None
+    expert = base.left_out()
     parts = [p for p in ("vae", "text_encoder", "tokenizer", "scheduler", "conditioning") if getattr(base, p)]
     return _report(
         f"base weights ({base.layout})", family=family, architecture=name, roles={"base": role}, loads=loads,
         problems=problems, parts=["transformer", *parts], shards=len(files),
+        notes=[f"{expert.name}: {convert.NOT_IMPORTED}"] if expert else [],
     )  # fmt: skip
 
 

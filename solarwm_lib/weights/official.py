@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TEXT_FILE = "models_t5_umt5-xxl-enc-bf16.pth"
 VAE_FILES = ("Wan2.2_VAE.pth", "Wan2.1_VAE.pth")
 SIDECAR = "solarwm-weights.json"
+# Folder of A14B's low-noise expert -> that of the high-noise one, which alone is used over the whole range (spec wan22 1.5).
+LOW_NOISE = {"transformer_2": "transformer", "low_noise_model": "high_noise_model"}
 DIFFUSERS, BASE, OFFICIAL, BARE = (
     "diffusers pipeline",
     "SolarWM base",
@@ -63,15 +65,27 @@ class Base:
         needed = () if self.layout == BARE else ("vae", "text_encoder", "tokenizer")
         return [name for name in needed if getattr(self, name) is None]
 
+    def left_out(self) -> Path | None:
+        """The folder of the low-noise expert beside the transformer, which is not used; None where there is none."""
+        beside = [low for low, high in LOW_NOISE.items() if high == self.transformer.name]
+        return next((f for low in beside if (f := self.transformer.with_name(low)).is_dir()), None)
+
 
 def find_base(path: Path | str) -> Base:
     """Return the parts under `path`: a folder in one of the three layouts, or shards, an index or a file of a transformer.
 
-    Of an A14B repository the high-noise expert is taken: it is the only one SolarWM uses (spec wan22 1.5).
+    Of an A14B repository the high-noise expert is taken: it is the only one SolarWM uses (spec wan22 1.5). The low-noise one
+    named by itself is refused: its tensors have the same names and shapes.
     """
     path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: does not exist")
+    folder = path if path.is_dir() else path.parent
+    if folder.name in LOW_NOISE:
+        raise ConfigError(
+            f"{path}: the low-noise expert of A14B; SolarWM runs the high-noise expert over the whole range, name "
+            f"{folder.with_name(LOW_NOISE[folder.name])}"
+        )
     if path.is_dir():
         transformer = path / "transformer"
         if (path / "model_index.json").is_file():

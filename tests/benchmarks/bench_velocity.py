@@ -72,14 +72,17 @@ def with_grad(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
 
 
 def interleaved(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, measured in alternation so that a busy moment hits all of them."""
+    """Median seconds of each, measured in alternation so that a busy moment hits all of them.
+
+    Seconds of this process's one thread: what other processes take from it in the meantime is not counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(WARM_UPS + rounds):
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = time.process_time()
             run()
             if number >= WARM_UPS:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(time.process_time() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -18,11 +18,48 @@ def run(script: str, *words: str) -> dict:
     return json.loads(done.stdout[done.stdout.rindex("\n{\n") if not done.stdout.startswith("{") else 0 :])
 
 
+def within(report: dict, bounds: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """The figures of `report` (dotted names) that are not between their bounds; empty if all are."""
+    found = {}
+    for name, (least, most) in bounds.items():
+        value = report
+        for part in name.split("."):
+            value = value[part]
+        if not least <= value <= most:
+            found[name] = value
+    return found
+
+
+def check(script: str, rounds: tuple[int, int], bounds: dict[str, tuple[float, float]], *words: str) -> None:
+    """Run a benchmark, once more with more rounds if a figure is out of its bounds: one bad moment fails no build.
+
+    Bounds are looser than what is promised and measured (given beside them): they are there to catch a regression.
+    """
+    if within(run(script, str(rounds[0]), *words), bounds):
+        assert not within(run(script, str(rounds[1]), *words), bounds)
+
+
+NO_LIMIT = float("inf")
+
+
 def test_the_velocity_costs_about_what_diffusers_own_forward_costs():
-    ratios = run("benchmarks/bench_velocity.py", "3")["forward_backward"]
-    # The gate is loose because CI machines are noisy; published ratios come from more rounds on a quiet machine.
-    assert ratios["camera_off_over_diffusers"] < 1.3
-    assert ratios["camera_on_over_diffusers"] < 1.4
+    bounds = {  # promised 1.05 and 1.15, measured 0.97 and 1.06
+        "forward_backward.camera_off_over_diffusers": (0, 1.15),
+        "forward_backward.camera_on_over_diffusers": (0, 1.25),
+    }
+    check("benchmarks/bench_velocity.py", (3, 9), bounds)
+
+
+def test_causal_attention_saves_the_hidden_pairs_and_the_cache_saves_the_history():
+    bounds = {
+        "executor.dense_over_segments": (1.8, NO_LIMIT),  # promised 2, measured 2.6
+        "teacher_forcing.far_over_ours": (3.5, NO_LIMIT),  # promised 4, measured 4.6 to 6
+        # Promised 2.5 and 15 %, measured 2.65 and 9.5 % with the eight samples of `make bench`. CI's four are nearer to
+        # what a call costs without any work: 2.4 and 10 to 13 %.
+        "rollout.cache_free_over_cached": (2.0, NO_LIMIT),
+        "rollout.encoding_share": (0, 0.17),
+    }
+    check("benchmarks/bench_attention.py", (3, 5), bounds, "--quick")
 
 
 def test_planned_reading_is_at_least_three_times_as_fast_as_webdataset():

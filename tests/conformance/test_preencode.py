@@ -6,8 +6,8 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline
 
 from solarwm_lib.backbones.codec import Codec
+from solarwm_lib.backbones.image_condition import image_condition
 from solarwm_lib.inference.generate import to_video
-from solarwm_lib.preencode.encode import first_frame_only, image_mask
 
 FRAMES, HEIGHT, WIDTH = 13, 32, 48
 
@@ -35,7 +35,5 @@ def test_the_image_condition_is_the_one_diffusers_prepares(vae):
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    codec = Codec(vae, "tiny")
-    condition = codec.encode(first_frame_only(video))[0]
-    found = torch.cat([image_mask(condition), condition], dim=1)
+    found = image_condition(Codec(vae, "tiny"), video[:, :, :1], FRAMES)[0]
     torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)

@@ -30,9 +30,10 @@ SMALLER = (
     ("config/config.yaml", r"train_clips: \d+", "train_clips: 6"),
     ("config/config.yaml", r"test_clips: \d+", "test_clips: 2"),
     ("config/scales/demo.yaml", r"sample_count: \d+", "sample_count: 2"),
+    ("config/scales/demo_stage2.yaml", r"start_step: \d+", "start_step: 1"),
 )
 # Training steps of the demo and of the pages that extend it -> steps in the workspace, also inside names (001000).
-STEPS = {"1500": "6", "1000": "4", "500": "2"}
+STEPS = {"1500": "6", "1000": "4", "500": "2", "160": "2", "80": "6"}
 SECONDS_BEFORE_THE_KILL = ("--signal=KILL 60", "--signal=KILL 4")
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
-from stage_world import STAGE1_STEPS, digests, stage_world, train  # noqa: F401
+from stage_world import STAGE0P5_STEPS, STAGE1_STEPS, digests, stage_world, train  # noqa: F401
 
 from solarwm_lib import artifacts
+from solarwm_lib.backbones.tiny import build_tiny_assets
+from solarwm_lib.backbones.wan22 import Wan22
+from solarwm_lib.config.architectures import load_architecture
+from solarwm_lib.runtime.errors import ConfigError, SolarError
 from solarwm_lib.training import checkpoint, metrics
+from solarwm_lib.weights.inspect import inspect
 
 NUMBERS = ("step", "loss", "learning_rate", "gradient_norm", "batch_digest", "details")
 
@@ -62,6 +68,9 @@ def test_stage2_saves_all_it_needs_and_counts_both_networks(stage_world, tmp_pat
         (False, 1),
         (True, 2),
     ]
+    report = inspect(path)
+    assert report["roles"].keys() == {"live", "ema", "critic"} and not report["problems"]
+    assert not any("full_resume" in load["how"] for load in report["loads"])  # which Stage2 refuses
 
 
 def test_student_critic_and_teacher_start_from_their_roles(stage_world, tmp_path):  # noqa: F811
@@ -80,7 +89,12 @@ def test_student_critic_and_teacher_start_from_their_roles(stage_world, tmp_path
     score = checkpoint.load_tensors(stage05.file(checkpoint.MODEL), dict(student))
     for model in (models.teacher, models.critic):
         assert all(torch.equal(p, score[name]) for name, p in model.trainable())
+    # The teacher is frozen, whole on every process, and nobody else's: no optimizer, average or save holds its tensors.
     assert not any(p.requires_grad for _, p in models.teacher.trainable())
+    assert all(type(p) is torch.nn.Parameter for _, p in models.teacher.trainable())
+    members = learner.tensors().members().values()
+    held = {tensor.data_ptr() for tensors in members for tensor in tensors.values()}
+    assert held.isdisjoint(p.data_ptr() for _, p in models.teacher.trainable())
     assert all(p.requires_grad for _, p in models.critic.trainable())
     assert learner.student.ema is not None and learner.critic.ema is None
 
@@ -128,11 +142,104 @@ def test_a_stage2_save_without_its_critic_is_refused_by_name(stage_world, tmp_pa
         train(stage_world, "stage2", other, 2)
 
 
+def role(world, name, **changes):
+    """Where a role of Stage2 starts from: the student from Stage1, the others from Stage0.5."""
+    path, step = (world.stage1, STAGE1_STEPS) if name == "student" else (world.stage0p5, STAGE0P5_STEPS)
+    return {"path": str(path), "source_step": step, "weights": "ema"} | changes
+
+
+def roles(world, **changes):
+    """`checkpoint` of a Stage2 run with changed roles; None leaves a role out."""
+    found = {name: role(world, name) for name in ("student", "teacher", "critic")} | changes
+    return {"mode": "roles", "initialization": {name: held for name, held in found.items() if held}}
+
+
+def live_only(source, path):
+    """A copy of a checkpoint without its average, as an import of live weights is."""
+    held = artifacts.read(source)
+    with artifacts.Transaction(path, checkpoint.SCHEMA, held.identity) as transaction:
+        for member in (checkpoint.MODEL, checkpoint.STATE):
+            transaction.write_bytes(member, held.file(member).read_bytes())
+    return path
+
+
+def stage1_as_teacher(world, tmp_path):
+    wrong = role(world, "student")
+    return {"checkpoint": roles(world, teacher=wrong, critic=wrong)}
+
+
+def stage0p5_as_student(world, tmp_path):
+    return {"checkpoint": roles(world, student=role(world, "teacher"))}
+
+
+def live_critic(world, tmp_path):
+    return {"checkpoint": roles(world, critic=role(world, "critic", weights="live"))}
+
+
+def no_critic(world, tmp_path):
+    return {"checkpoint": roles(world, critic=None)}
+
+
+def student_without_average(world, tmp_path):
+    path = live_only(world.stage1, tmp_path / world.stage1.name)
+    return {"checkpoint": roles(world, student=role(world, "student", path=str(path)))}
+
+
+def truncated_student(world, tmp_path):
+    path = tmp_path / world.stage1.name
+    shutil.copytree(world.stage1, path)
+    with (path / checkpoint.EMA).open("r+b") as file:
+        file.truncate(1000)
+    return {"checkpoint": roles(world, student=role(world, "student", path=str(path)))}
+
+
+def other_base_weights(world, tmp_path):
+    build_tiny_assets(tmp_path / "assets", load_architecture("wan22-tiny"), seed=1)
+    return {"model__base_path": str(tmp_path / "assets")}
+
+
+def setting(**changes):
+    return lambda world, tmp_path: changes
+
+
+@pytest.mark.parametrize(
+    "stage, changes, message",
+    [
+        ("stage2", stage1_as_teacher, "is of wan22_ti2v_5b:stage1:.*, the teacher of Stage2 starts from wan22_ti2v_5b:stage0p5"),
+        ("stage2", stage0p5_as_student, "is of wan22_ti2v_5b:stage0p5:.*, the student of Stage2 starts from wan22_ti2v_5b:stage1"),
+        ("stage2", live_critic, r"critic\.weights: found live, expected ema, as the teacher has"),
+        ("stage2", no_critic, r"initialization\.critic: not set; Stage2 needs student, teacher and critic"),
+        ("stage2", student_without_average, r"student\.weights: found ema, .* has live"),
+        ("stage2", truncated_student, r"ema\.safetensors"),
+        ("stage2", setting(model__camera_translation_transform="logd4"),
+         r"camera_translation_transform linear, this run has logd4"),
+        ("stage2", setting(model__timestep_shift=5.0), r"timestep_shift 3\.0, this run has 5\.0"),
+        ("anyflow", setting(model__camera_translation_transform="logd4"), "linear, this run has logd4"),
+        ("anyflow", other_base_weights, "was trained on base weights .*, model.base_path .* holds"),
+        ("stage2", other_base_weights, "was trained on base weights .*, model.base_path .* holds"),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_a_run_is_refused_before_a_model_exists(
+    stage_world, tmp_path, monkeypatch, stage, changes, message  # noqa: F811
+):  # fmt: skip
+    built = []
+    monkeypatch.setattr(Wan22, "__init__", lambda *words, **named: built.append(words))
+    run_dir = tmp_path / "run"
+    with pytest.raises(SolarError, match=message):
+        train(stage_world, stage, run_dir, 1, **changes(stage_world, tmp_path))
+    assert not built and list(run_dir.iterdir()) == []
+
+
 def _shapes(artifact, member):
     from safetensors import safe_open
 
     with safe_open(str(artifact.file(member)), framework="pt") as file:
         return {name: torch.empty(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def test_compiled_attention_is_refused_where_it_has_no_gradients(stage_world, tmp_path):  # noqa: F811
+    with pytest.raises(ConfigError, match="attention_executor: found flex, .* CUDA only, and this is cpu"):
+        train(stage_world, "anyflow", tmp_path / "run", 1, train__attention_executor="flex")
 
 
 def test_preflight_of_stage2_goes_on_until_the_student_has_moved(stage_world, tmp_path):  # noqa: F811

@@ -51,6 +51,10 @@ def test_a_stage_starts_from_the_checkpoints_it_names_and_stage2_waits_for_the_v
         f"results/runs/causal/validation/step_000004/{name}/COMPLETE.json" for name in ("live", "ema")
     ]
     assert "validated" not in chain.preflight_inputs("causal")
+    # A partial validation has a marker as well: the preflight is told where to look for more.
+    folder = "results/runs/causal/validation/step_000004"
+    assert chain.validated_arguments("fast") == f"--validated {folder}/live --validated {folder}/ema"
+    assert chain.validated_arguments("causal") == ""
     # Sampling needs no source: it must not wait for one that was removed.
     assert chain.run_inputs("fast").keys() == {"data", "assets"}
 
@@ -350,8 +354,9 @@ def order(output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_dry_run_shows_the_stages_in_their_order(folder):
-    output = folder.snakemake("-n")
+    output = folder.snakemake("-n", "-p")
     planned = order(output)
+    assert output.count("--validated") == 2 and "/step_000004/ema --out" in output
     segments = [item for item in planned if item.startswith("train_segment")]
     assert segments == [
         f"train_segment {run}" for run in ("base", "base", "causal", "causal", "fast", "fast")

@@ -28,6 +28,14 @@ ARCHITECTURE = {
 }
 
 
+# The same network with the image condition of I2V: 8 latents, 4 mask, 8 image latents in.
+I2V_ARCHITECTURE = ARCHITECTURE | {
+    "family": "wan22_i2v_a14b",
+    "transformer": ARCHITECTURE["transformer"] | {"in_channels": 20},
+    "spatial_stride": 8,
+}
+
+
 def model_section(transform: str = "linear", mode: str = "fused_prope") -> SimpleNamespace:
     return SimpleNamespace(camera_attention_mode=mode, camera_translation_transform=transform)
 
@@ -36,6 +44,11 @@ def backbone(transform: str = "linear", anyflow: bool = False, layers: int = 2) 
     torch.manual_seed(0)
     architecture = ARCHITECTURE | {"transformer": ARCHITECTURE["transformer"] | {"num_layers": layers}}
     return Wan22.from_config(architecture, model_section(transform), anyflow=anyflow)
+
+
+def i2v_backbone() -> Wan22:
+    torch.manual_seed(0)
+    return Wan22.from_config(I2V_ARCHITECTURE, model_section())
 
 
 @contextmanager

@@ -51,7 +51,9 @@ class ToyBackbone(nn.Module):
         chunk_mean = noisy.mean(dim=1, keepdim=True)
         return torch.tanh(self._mix(self.own, noisy + 0.3 * chunk_mean) + 0.8 * seen + extra)
 
-    def velocity(self, latents, timesteps, prompt_embeds, w2c=None, intrinsics=None, r=None):
+    def velocity(
+        self, latents, timesteps, prompt_embeds, w2c=None, intrinsics=None, r=None, image_condition=None
+    ):
         self.calls.append(("velocity", latents, timesteps, r, prompt_embeds))
         return self._chunk(latents, timesteps, r, prompt_embeds, w2c, [])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from backbone_cases import backbone, inputs
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 
 from solarwm_lib.backbones import flex
 from solarwm_lib.backbones.attention import CameraAttnProcessor, attend, set_executor
@@ -87,16 +88,31 @@ def test_the_block_mask_is_the_plan(name):
         visited = {*mask.kv_indices[0, 0, row, : partial[row]].tolist()}
         visited |= {*mask.full_kv_indices[0, 0, row, : complete[row]].tolist()}
         assert visited == set(some[row].nonzero().flatten().tolist())
+    # And backward, for each block of keys: the same blocks, transposed.
+    partial, complete = mask.q_num_blocks[0, 0], mask.full_q_num_blocks[0, 0]
+    for column in range(some.shape[1]):
+        visited = {*mask.q_indices[0, 0, column, : partial[column]].tolist()}
+        assert visited == set((some & ~full)[:, column].nonzero().flatten().tolist())
+        visited = {*mask.full_q_indices[0, 0, column, : complete[column]].tolist()}
+        assert visited == set(full[:, column].nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_flex_attention_equals_dense_masked_attention(name):
-    """Forward only: FlexAttention has no backward on a CPU."""
+def test_flex_attention_equals_dense_masked_attention_with_gradients(name, monkeypatch):
+    """On a CPU torch refuses FlexAttention with gradients, for want of a kernel; its unfused form has them.
+
+    Kernels, which skip blocks, are compared on a device (tests/gpu/check.py); what they skip is tested above.
+    """
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     plan, queries, keys = PLANS[name]
-    q, k, v = tensors(queries, keys)
-    torch.testing.assert_close(
-        flex.attend(q, k, v, plan), dense(q, k, v, plan.mask(queries, keys)), rtol=0, atol=1e-10
-    )
+    found, expected = ([x.clone().requires_grad_() for x in tensors(queries, keys)] for _ in range(2))
+    outputs = flex.attend(*found, plan), dense(*expected, plan.mask(queries, keys))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
+    weight = torch.randn(outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for output in outputs:
+        (output * weight).sum().backward()
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -110,6 +126,12 @@ def test_a_compiled_kernel_follows_the_block_lists(name):
     with torch.no_grad():
         found = flex._compiled()(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
     torch.testing.assert_close(found, dense(q, k, v, plan.mask(queries, keys)), rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_takes_a_query_and_key_that_autocast_left_wider_than_the_value():
+    plan, queries, keys = PLANS["teacher forcing"]
+    q, k, v = (x.bfloat16() for x in tensors(queries, keys))
+    assert torch.equal(flex.attend(q.float(), k.float(), v, plan), flex.attend(q, k, v, plan))
 
 
 def test_block_masks_are_built_once_per_geometry():

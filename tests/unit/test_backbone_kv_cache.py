@@ -163,9 +163,9 @@ class PlainAttention:
         return attn.to_out[0](output.flatten(2))
 
 
-@pytest.mark.parametrize(("window", "sink"), [(6, 0), (8, 2)])
-def test_two_layers_with_cameras_equal_plain_lists_over_eight_chunks(window, sink):
-    frames = 16
+@pytest.mark.parametrize(("window", "sink", "chunks"), [(6, 0, 20), (8, 2, 8)])
+def test_two_layers_with_cameras_equal_plain_lists_far_beyond_the_window(window, sink, chunks):
+    frames = chunks * CHUNK
     model, reference = (backbone().double().eval() for _ in range(2))
     case = rollout_case(frames)
     layers = [PlainAttention(case, window, sink) for _ in reference.transformer.blocks]

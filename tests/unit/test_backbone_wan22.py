@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from backbone_cases import ARCHITECTURE, backbone, inputs, model_section
+from backbone_cases import ARCHITECTURE, backbone, i2v_backbone, inputs, model_section
 from safetensors.torch import load_file, save_file
 
 from solarwm_lib.backbones.wan22 import Wan22
@@ -65,10 +65,67 @@ def test_shapes_that_do_not_fit_are_refused(change, message):
         backbone().velocity(**(inputs() | change))
 
 
-def test_an_architecture_that_needs_an_image_condition_is_refused():
+def test_the_full_a14b_expert_has_the_released_size_and_takes_an_image_condition():
     architecture = yaml.safe_load((MODELS / "wan22-i2v-a14b.yaml").read_text())
-    with pytest.raises(ConfigError, match=r"36 .* 16"):
-        Wan22.from_config(architecture, model_section(), device="meta")
+    model = Wan22.from_config(architecture, model_section(), device="meta")
+    parameters = dict(model.trainable())
+    assert sum(p.numel() for p in parameters.values()) == 14_288_901_184 and len(parameters) == 1095
+    assert model.image_conditioned and not backbone().image_conditioned
+    assert model.geometry.tokens_per_frame(60, 104) == 1560
+
+
+@pytest.mark.parametrize("channels", [{"in_channels": 16}, {"in_channels": 20, "out_channels": 20}])
+def test_channels_that_are_neither_form_are_refused(channels):
+    other = ARCHITECTURE | {"transformer": ARCHITECTURE["transformer"] | channels}
+    with pytest.raises(ConfigError, match=r"expected 8 in \(TI2V\) or 20 \(I2V.*8 out: choose another model"):
+        Wan22.from_config(other, model_section(), device="meta")
+
+
+def i2v_case():
+    y = torch.randn(2, 3, 12, 4, 6, generator=torch.Generator().manual_seed(2))
+    return inputs() | {"image_condition": y}
+
+
+def test_the_network_takes_latents_mask_and_image_in_this_order():
+    model, case, seen = i2v_backbone().eval(), i2v_case(), []
+    model.transformer.patch_embedding.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        found = model.velocity(**case)
+        other = model.velocity(**(case | {"image_condition": case["image_condition"].flip(0)}))
+    assert found.shape == case["latents"].shape and (found - other).abs().max() > 1e-3
+    assert torch.equal(seen[0][:, :8].transpose(1, 2), case["latents"])
+    assert torch.equal(seen[0][:, 8:].transpose(1, 2), case["image_condition"])
+
+
+def test_an_image_condition_belongs_to_i2v_always_and_to_ti2v_never():
+    case = i2v_case()
+    with pytest.raises(ValueError, match=r"given to a TI2V model, whose image is a clean latent 0"):
+        backbone().velocity(**case)
+    with pytest.raises(
+        ValueError, match=r"no image_condition given to an I2V model; expected \(2, 3, 12, 4, 6\)"
+    ):
+        i2v_backbone().velocity(**inputs())
+    short = case | {"image_condition": case["image_condition"][:, :, 4:]}
+    with pytest.raises(ValueError, match=r"image_condition \(2, 3, 8, 4, 6\) .* expected \(2, 3, 12, 4, 6\)"):
+        i2v_backbone().velocity(**short)
+
+
+def test_an_i2v_model_has_no_causal_form():
+    model, case = i2v_backbone(), inputs()
+    latents, times, text = case["latents"], case["timesteps"], case["prompt_embeds"]
+    causal = backbone()
+    state = causal.rollout_state(text, chunk=3, window=6)
+    for call in (
+        lambda m: m.teacher_forced_velocity(latents, latents, times, text, chunk=3, max_prior_clean_chunks=1),
+        lambda m: m.window_velocity(latents, latents, times, times, text, chunk=3),
+        lambda m: m.rollout_state(text, chunk=3, window=6),
+        lambda m: m.chunk_velocity(state, latents, times),
+    ):
+        with pytest.raises(
+            ValueError, match="I2V model sees all frames of a clip at once and has no causal form"
+        ):
+            call(model)
+        call(causal)
 
 
 @pytest.mark.parametrize(("transform", "mode"), [("log", "fused_prope"), ("linear", "parallel")])

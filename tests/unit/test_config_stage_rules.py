@@ -62,8 +62,8 @@ def test_a_pass_that_names_no_sampler_takes_that_of_its_route(route):
     assert (found.mode, found.solver, found.rollout_latent_frames) == ("autoregressive", solver, 21)
 
 
-@pytest.mark.parametrize("route", NINE[:4])
-def test_every_route_of_the_5b_model_trains(route):
+@pytest.mark.parametrize("route", NINE[:5])
+def test_every_route_of_wan_trains(route):
     values = minimal(route)
     values["distributed"] = {"world_size": 1}
     refuse_unsupported(resolve_values(values))
@@ -79,7 +79,9 @@ def test_every_route_of_the_5b_model_trains(route):
         (STAGE2, {"train__self_gradient_forcing": {"rollout_latent_frames": 60}}, "rollout_latent_frames 60 .*use null"),
         (STAGE2, {"checkpoint": {"mode": "full_resume", "path": "/c", "source_step": 1}},
          "checkpoint.mode full_resume in stage2 .*continues by itself"),
-        (minimal(NINE[4]), {}, "only wan22_ti2v_5b trains"),
+        (minimal(NINE[4]), {"distributed": {"world_size": 2, "sequence_parallel_size": 2}},
+         "distributed.sequence_parallel_size 2 cannot be trained by this version; use 1"),
+        (minimal(NINE[5]), {}, "only wan22_ti2v_5b and wan22_i2v_a14b train"),
     ],
 )  # fmt: skip
 def test_what_this_version_cannot_do_is_refused_with_2(values, changes, message):

@@ -42,6 +42,19 @@ def test_links_between_pages_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page in its links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = (heading.strip().lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPO).as_posix())
+def test_links_into_a_page_name_one_of_its_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
 @pytest.mark.parametrize(
     ("page", "text", "command"),
     [

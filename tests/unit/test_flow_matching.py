@@ -22,8 +22,8 @@ class Recorder:
     def __init__(self, field):
         self.field = field
 
-    def velocity(self, latents, timesteps, prompt_embeds, w2c, intrinsics):
-        self.latents, self.timesteps = latents, timesteps
+    def velocity(self, latents, timesteps, prompt_embeds, w2c, intrinsics, image_condition=None):
+        self.latents, self.timesteps, self.image_condition = latents, timesteps, image_condition
         return self.field(latents, timesteps)
 
 
@@ -147,3 +147,56 @@ def test_bfloat16_latents_give_a_float32_loss():
     out = fm.loss(model, latents, None, None, None, draws, table)
     assert model.latents.dtype == torch.bfloat16 and model.timesteps.dtype == torch.float32
     assert out.loss.dtype == torch.float32 and out.loss.isfinite()
+
+
+# --- with an image condition (I2V-A14B)
+
+
+def image_condition(batch, seed=3):
+    return torch.randn(batch, 3, 8, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_with_an_image_condition_the_loss_is_the_formula_over_all_frames():
+    """Against the formula of spec wan22 3.1 in NumPy float64; nothing is anchored, dropped or not."""
+    generator = torch.Generator().manual_seed(5)
+    latents = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64)
+    draws = fm.Draws(
+        torch.tensor([200, 700]),
+        torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64),
+        torch.tensor([False, True]),
+    )
+    model = Recorder(lambda x, t: 0.3 * x + t.double().view(2, 3, 1, 1, 1) / 1000)
+    found = fm.loss(model, latents, None, None, None, draws, fm.schedule(3.0), image_condition(2))
+
+    x0, eps, losses = latents.numpy(), draws.noise.numpy(), []
+    u = 1 - np.arange(1000) / 1000
+    sigma = 3 * u / (1 + 2 * u)
+    bell = np.exp(-2 * ((1000 * sigma - 500) / 1000) ** 2)
+    weight = (bell - bell.min()) * 1000 / (bell - bell.min()).sum()
+    for row, index in enumerate((200, 700)):
+        noisy = (1 - sigma[index]) * x0[row] + sigma[index] * eps[row]
+        np.testing.assert_allclose(model.latents[row].numpy(), noisy, rtol=0, atol=1e-12)
+        assert model.timesteps[row].tolist() == [np.float32(1000 * sigma[index])] * 3
+        prediction = 0.3 * noisy + np.float32(1000 * sigma[index]) / 1000
+        losses.append(weight[index] * np.square(prediction - (eps[row] - x0[row])).mean())
+    np.testing.assert_allclose(found.per_sample.numpy(), losses, rtol=1e-6)
+    assert found.loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+def test_dropping_zeroes_the_whole_image_condition_of_the_sample_and_nothing_else():
+    indices = range(40)
+    draws = draw(indices, batch=8, dropout=0.3)
+    y = image_condition(40)
+    y[draws.dropped.nonzero()[0], 0, 0] = float("nan")  # by selection: not even this is left
+    latents, model = torch.zeros(40, *SHAPE), Recorder(lambda x, t: x)
+    fm.loss(model, latents, None, None, None, draws, fm.schedule(3.0), y)
+    dropped = [fm.image_condition_dropped(42, g // 8, 0, 0, g % 8, 0.3) for g in indices]
+    assert any(dropped) and not all(dropped)
+    for row, gone in enumerate(dropped):
+        assert torch.equal(model.image_condition[row], torch.zeros_like(y[row]) if gone else y[row])
+
+
+def test_no_image_condition_reaches_a_backbone_that_has_none():
+    model = Recorder(lambda x, t: x)
+    fm.loss(model, torch.zeros(2, *SHAPE), None, None, None, draw([0, 1]), fm.schedule(5.0))
+    assert model.image_condition is None

@@ -183,13 +183,14 @@ def test_forwards_per_chunk(model, flow_map) -> None:
     solve = partial(sample_flowmap, pairs=sampling_pairs(2, 5.0))
     with cases.double_precision(), torch.no_grad():
         roll_out_cached(model, noise, renoise(noise), anchor, conditions, RECIPE)
-        roll_out_windows(
+        found = roll_out_windows(
             flow_map, noise, anchor, conditions, lambda v, n, a: solve(v, n, anchor=a), chunk=CHUNK, prior_chunks=1,
             on_chunk=lambda *progress: steps.append(progress),
         )  # fmt: skip
     assert student == [CHUNK] * 3 * 5
     assert stage1 == [2, 2, 4, 4, 4, 4]
-    assert steps == [(1, 3), (2, 3), (3, 3)]
+    assert [progress[:2] for progress in steps] == [(1, 3), (2, 3), (3, 3)]
+    assert torch.equal(torch.cat([latents for _, _, latents in steps], dim=1), found)
 
 
 def test_a_longer_horizon_begins_with_the_shorter_one(model) -> None:
@@ -217,7 +218,8 @@ def test_a_rollout_that_is_not_finite_ends(model) -> None:
         found = roll_out_cached(
             model, noise, renoise(noise), anchor, conditions, RECIPE, on_chunk=lambda *p: seen.append(p)
         )
-    assert seen == [(1, 3), (2, 3)]
+    assert [progress[:2] for progress in seen] == [(1, 3), (2, 3)]
+    assert torch.equal(seen[0][2], found[:, :2])
     assert torch.isfinite(found[:, :2]).all() and torch.isnan(found[:, 4:]).all()
     assert found.shape == noise.shape
 
@@ -263,6 +265,10 @@ def test_steps_of_each_solver() -> None:
     assert Sampling("autoregressive", "flowmap", 2, 5.0, 21, causal).timesteps() == pytest.approx(
         [1000, 833.33333]
     )
+    for steps in (50, 4):
+        raw = Sampling("autoregressive", "flowmap", steps, 5.0, 21, causal).timesteps()
+        base = np.linspace(1, 0, steps + 1)[:-1]
+        assert raw == pytest.approx(5000 * base / (1 + 4 * base))
     assert (causal.visible("self_forcing"), causal.visible("unipc")) == (18, 18)
     with pytest.raises(ConfigError, match=r"num_inference_steps is 8, the student is trained for 4 steps"):
         Sampling("autoregressive", "self_forcing", 8, 5.0, 21, causal).timesteps()

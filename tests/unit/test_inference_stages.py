@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import json
@@ -12,11 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rollout_world import (
+    FRAMES,
+    STAGES,
+    a_pass,
+    kept_latents,
+    long_world,
+    manifest,
+    publish_checkpoint,
+    resolve,
+)
 from tinyworld import TinyWorld
 
 from solarwm_lib import artifacts
-from solarwm_lib.backbones.wan22 import Wan22
-from solarwm_lib.config.architectures import load_architecture
 from solarwm_lib.config.load import resolve_values
 from solarwm_lib.data.index import RawRow, read_index
 from solarwm_lib.data.video import decode
@@ -29,104 +36,26 @@ from solarwm_lib.inference.latents import LatentStore, beside
 from solarwm_lib.inference.plan import build_plan, freeze_plan, load_plan
 from solarwm_lib.inference.publication import name_of
 from solarwm_lib.inference.validation import validate
-from solarwm_lib.runtime import keyed
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
-from solarwm_lib.training import checkpoint as checkpoints
-
-FRAMES = 19  # of the held-out clips: 5 whole latents, and two frames more
-CAUSAL = {
-    "chunk_latent_frames": 2,
-    "max_prior_clean_chunks": 1,
-    "local_attention_latent_frames": 4,
-    "sink_latent_frames": 0,
-}
-STAGES = {
-    "fm": {"stage": "stage1", "causal_mode": "teacher_forcing", "objective": "flow_matching"},
-    "anyflow": {"stage": "stage1", "causal_mode": "teacher_forcing", "objective": "anyflow_forward_map"},
-    "sgf": {
-        "stage": "stage2",
-        "causal_mode": "self_gradient_forcing",
-        "objective": "flow_matching",
-        "self_gradient_forcing": {"denoising_timesteps": [1000, 500]},
-    },
-}
-SOLVERS = {"fm": "unipc", "anyflow": "flowmap", "sgf": "self_forcing"}
-
-
-def a_pass(stage: str, name: str = "live", latents: int = 2, **changes: Any) -> dict[str, Any]:
-    values = {"name": name, "mode": "autoregressive", "solver": SOLVERS[stage], "num_inference_steps": 2}
-    return values | {"rollout_latent_frames": latents} | changes
 
 
 @pytest.fixture(scope="module")
 def world(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
-    """The tiny world with held-out clips longer than a training clip."""
-    from solarwm_lib.data.synthetic import SynthSpec, synthesize
-
-    root = tmp_path_factory.mktemp("long clips")
-    spec = SynthSpec("long", train_clips=1, test_clips=2, frames=FRAMES, height=32, width=32)
-    synthesize(root / "data", spec)
-    return TinyWorld(root / "data", tiny_world.assets)
-
-
-def resolve(world: TinyWorld, root: Path, stage: str, passes: list[dict[str, Any]], **changes: Any) -> Any:
-    """Resolved configuration of an inference with a checkpoint at `root / STAGE`."""
-    values = world.values(root, validation__passes=passes, model__causal=dict(CAUSAL))
-    values["action"] = "infer"
-    values["train"] = {
-        **copy.deepcopy(STAGES[stage]),
-        "micro_batch_size": 1,
-        "max_steps": 12,
-        "precision": "float32",
-    }
-    values["checkpoint"] = {"path": str(root / stage)}
-    values["inference"] = {"sample_count": 2}
-    for key, value in changes.items():
-        *sections, leaf = key.split("__")
-        target = values
-        for section in sections:
-            target = target.setdefault(section, {})
-        target[leaf] = value
-    return resolve_values(values)
+    return long_world(tiny_world, tmp_path_factory.mktemp("long clips"))
 
 
 @pytest.fixture(scope="module")
 def root(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of each stage: base weights plus keyed noise."""
+    """A folder with a checkpoint of each stage."""
     root = tmp_path_factory.mktemp("stages")
     for stage in STAGES:
-        resolved = resolve(world, root, stage, [a_pass(stage)])
-        model = resolved.config.model
-        backbone = Wan22.from_pretrained(
-            model.base_path, load_architecture(model.architecture), model, anyflow=stage == "anyflow"
-        )
-        roles = {
-            role: {
-                name: value.detach() + 0.05 * torch.from_numpy(keyed.normal(tuple(value.shape), role, name))
-                for name, value in backbone.trainable()
-            }
-            for role in ("live", "ema")
-        }
-        state = checkpoints.State(1, 1, 4, 0.0, 4, run={"config": resolved.values})
-        identity = {"assets": artifacts.read(model.base_path).digest, "step": 1}
-        tensors = checkpoints.Tensors(roles["live"], roles["ema"], {})
-        checkpoints.save(root / stage, tensors, state, identity, [])
+        publish_checkpoint(world, root, stage)
     return root
-
-
-def manifest(artifact: artifacts.Artifact, slot: int = 0, prefix: str = "") -> dict[str, Any]:
-    return json.loads(artifact.file(f"{prefix}slot-{slot:06d}/manifest.json").read_bytes())
 
 
 def frames_of(artifact: artifacts.Artifact, prefix: str) -> list[dict[str, str]]:
     text = artifact.file(f"{prefix}slot-000000/frames.csv").read_text()
     return list(csv.DictReader(io.StringIO(text)))
-
-
-def kept_latents(out: Path, name: str, slot: int = 0) -> torch.Tensor:
-    from safetensors.torch import load_file
-
-    return load_file(beside(out, name) / f"slot-{slot:06d}" / "latents.safetensors")["latents"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -205,6 +134,9 @@ def test_camera_length_follows_the_track_and_is_published_by_clip(
     assert receipt["tail_padding_mode"] == "repeat_last_generated_frame"
     assert receipt["horizon_rounding"] == "documented" and receipt["weights_id"].endswith("#live")
     assert infer(resolved, tmp_path / "out").digest == result.digest
+    other = {"inference__length": "camera", "inference__horizon_rounding": "covering"}
+    with pytest.raises(ArtifactError, match="plan_digest"):
+        infer(resolve(world, root, "sgf", [a_pass("sgf")], **other), tmp_path / "out")
 
 
 def test_camera_length_has_its_own_plan_and_one_pass(world: TinyWorld, root: Path) -> None:
@@ -265,13 +197,30 @@ def test_passes_that_differ_in_length_have_different_identities(
 def test_a_route_that_only_its_configurations_are_checked_of_is_refused(world: TinyWorld, root: Path) -> None:
     values = world.values(
         root,
-        model__family="wan22_i2v_a14b",
-        model__architecture="wan22-i2v-a14b",
-        model__text_length=512,
+        model__family="ltx25_video",
+        model__architecture="ltx25-22b",
+        model__text_length=1024,
+        data__pixel_frames=9,
+        validation__passes=[
+            {
+                "name": "l",
+                "weights": "live",
+                "mode": "bidirectional",
+                "solver": "stg_euler",
+                "num_inference_steps": 2,
+            }
+        ],
     )
     other = resolve_values(values)
+    with pytest.raises(ConfigError, match=r"route ltx25_video:stage0p5:.* cannot be sampled by this version"):
+        prepare(other, root / "fm", {}, other.config.validation.passes[0])
+
+
+def test_sequence_parallel_sampling_is_refused(world: TinyWorld, root: Path) -> None:
+    values = world.values(root, distributed={"world_size": 2, "sequence_parallel_size": 2})
+    other = resolve_values(values)
     with pytest.raises(
-        ConfigError, match=r"route wan22_i2v_a14b:stage0p5:.* cannot be sampled by this version"
+        ConfigError, match=r"sequence_parallel_size 2 cannot be sampled by this version; use 1"
     ):
         prepare(other, root / "fm", {}, other.config.validation.passes[0])
 
@@ -367,3 +316,27 @@ def test_start_frames_by_length() -> None:
     assert plans._start(row, plans._Length("camera", 153, 1, 159, {}), 0, "a") == 0
     with pytest.raises(DataError, match=r"start_frame 50 is outside 0..7 \(160 frames, the clip spans 153\)"):
         plans._start(row, plans._Length("fixed", 153, 8, 159, {}), 0, "a")
+
+
+def test_the_role_a_released_package_says_to_load_is_recorded(
+    world: TinyWorld, root: Path, tmp_path: Path
+) -> None:
+    """Out as a package and in again: the same latents, and the receipt names the role sampled and the package's default."""
+    from solarwm_lib.weights.convert import export_weights, import_weights
+
+    package = export_weights(root / "sgf", tmp_path / "package", "released")
+    import_weights(package.path, tmp_path / "imported", assets=world.assets)
+    passes = [a_pass("sgf", "model", weights="ema")]
+    ours, theirs = (
+        infer(
+            resolve(world, root, "sgf", passes, inference__length="camera", checkpoint__path=str(checkpoint)),
+            tmp_path / name,
+        )
+        for checkpoint, name in ((root / "sgf", "ours"), (tmp_path / "imported", "theirs"))
+    )
+    receipts = [
+        json.loads(r.file("publication/samples/slot-000000.json").read_bytes()) for r in (ours, theirs)
+    ]
+    assert [receipt["release_default_weights"] for receipt in receipts] == [None, "ema"]
+    assert all(r["weights"] == "ema" and r["weights_id"].endswith("#ema") for r in receipts)
+    assert torch.equal(*(kept_latents(tmp_path / name, "model") for name in ("ours", "theirs")))

@@ -8,10 +8,11 @@ from preencode_cases import FRAMES, SIZE, pixels, resolved
 
 from solarwm_lib.backbones import tiny
 from solarwm_lib.backbones.codec import folder_digest, load_codec
+from solarwm_lib.backbones.image_condition import image_mask, image_then_grey
 from solarwm_lib.backbones.text import TextEncoder, clean_prompt, text_identity
 from solarwm_lib.config.architectures import load_architecture
 from solarwm_lib.inference.generate import to_video
-from solarwm_lib.preencode.encode import WanEncoder, encoder_for, first_frame_only, image_mask
+from solarwm_lib.preencode.encode import WanEncoder, encoder_for
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError
 
 CAPTION = "A room &amp;amp; a\n  hall"
@@ -67,13 +68,13 @@ def test_a14b_condition_is_four_mask_channels_and_the_latents_of_the_first_frame
 
 
 def test_the_mask_folds_the_pixel_frame_indicator_by_four():
-    frames, latents = 13, torch.zeros(4, 16, 2, 3)
+    frames, latents = 13, torch.zeros(2, 4, 16, 2, 3)
     indicator = [1.0] + [0.0] * (frames - 1)
     repeated = torch.tensor([indicator[0]] * 4 + indicator[1:]).view(4, 4)
-    assert torch.equal(image_mask(latents), repeated[:, :, None, None].expand(4, 4, 2, 3))
-    video = torch.rand(1, 3, frames, 2, 2)
-    assert torch.equal(first_frame_only(video)[:, :, 0], video[:, :, 0])
-    assert first_frame_only(video)[:, :, 1:].eq(0).all()
+    assert torch.equal(image_mask(latents), repeated[None, :, :, None, None].expand(2, 4, 4, 2, 3))
+    image = torch.rand(1, 3, 1, 2, 2)
+    video = image_then_grey(image, frames)
+    assert video.shape[2] == frames and torch.equal(video[:, :, :1], image) and not video[:, :, 1:].any()
 
 
 def test_float32_tensors_are_those_of_the_codec_and_text_encoder_and_bfloat16_their_rounding(a14b):

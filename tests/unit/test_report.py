@@ -17,7 +17,8 @@ from solarwm_lib.config.load import resolve_values
 from solarwm_lib.data.video import decode, probe_by_decoding
 from solarwm_lib.inference.comparison import compare
 from solarwm_lib.inference.evaluation import PassRun, PassWriter
-from solarwm_lib.inference.slots import Slot, measure
+from solarwm_lib.inference.measurement import measure
+from solarwm_lib.inference.slots import Slot
 from solarwm_lib.report import gallery
 from solarwm_lib.report.charts import Series, line_chart
 from solarwm_lib.report.completion import completion_report, risks, write_completion_report

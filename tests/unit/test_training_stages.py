@@ -290,6 +290,9 @@ def test_every_tensor_of_both_networks_is_saved_and_a_resume_sets_both_counters(
         fresh.learner.counters() == trainer.learner.counters() == {"student_updates": 1, "critic_updates": 4}
     )
     assert fresh.learner.critic.completed_steps == 4
+    for step, updates in ((2, 0), (3, 1), (6, 2), (7, 3), (9, 4)):
+        fresh.learner.resume(step, ema_updates=0)
+        assert fresh.learner.counters() == {"student_updates": updates, "critic_updates": step}
 
 
 def test_a_failing_student_update_moves_neither_network(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from solarwm_lib.artifacts import Transaction
 from solarwm_lib.backbones.codec import load_codec
 from solarwm_lib.backbones.text import TextEncoder
 from solarwm_lib.backbones.wan22 import Wan22
+from solarwm_lib.config.architectures import load_architecture
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError
 from solarwm_lib.training import checkpoint
 from solarwm_lib.weights import released, tensors
@@ -124,6 +126,59 @@ def test_of_an_official_a14b_repository_the_high_noise_expert_is_taken(tmp_path)
         "text_encoder",
         "tokenizer",
     ]
+
+
+def a14b_folder(root):
+    """A diffusers pipeline of the tiny twin of A14B with both experts; returns the high-noise expert's tensors too."""
+    from solarwm_lib.backbones.tiny import build_transformer, model_index
+
+    architecture = load_architecture("wan22-tiny-i2v")
+    experts = [build_transformer(architecture, seed).state_dict() for seed in (0, 1)]
+    for name, state in zip(("transformer", "transformer_2"), experts, strict=True):
+        shards(root / name, state)
+    for part in ("vae", "text_encoder", "tokenizer", "scheduler"):
+        (root / part).mkdir()
+        (root / part / "config.json").write_text("{}")
+    second = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    (root / "model_index.json").write_text(json.dumps(model_index(architecture) | second))
+    return root, architecture, experts[0]
+
+
+def test_of_a_diffusers_a14b_pipeline_the_high_noise_expert_is_taken_and_the_other_named(tmp_path, caplog):
+    source, architecture, high = a14b_folder(tmp_path / "pipeline")
+    artifact = import_weights(source, tmp_path / "assets")
+    assert artifact.identity["architecture"] == "wan22-tiny-i2v"
+    assert "pipeline/transformer_2: the low-noise expert is not imported" in caplog.text
+    backbone = Wan22.from_pretrained(artifact.path, architecture, model_section())
+    assert backbone.image_conditioned and equal(backbone.transformer.state_dict(), high)
+    index = json.loads(artifact.file("model_index.json").read_text())
+    assert index["_class_name"] == "WanImageToVideoPipeline" and index["expand_timesteps"] is False
+    assert index["transformer_2"] == [None, None] and index["boundary_ratio"] is None
+    assert not any("transformer_2" in member.path for member in artifact.members)
+
+
+def test_the_low_noise_expert_named_by_itself_is_refused(tmp_path):
+    source, _, high = a14b_folder(tmp_path / "pipeline")
+    official_one = shards(tmp_path / "official" / "low_noise_model", high)
+    file = next((source / "transformer_2").glob("*.safetensors"))
+    for path, instead in (
+        (source / "transformer_2", source / "transformer"),
+        (file, source / "transformer"),
+        (official_one, tmp_path / "official" / "high_noise_model"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"the low-noise expert of A14B; .* name {re.escape(str(instead))}$"
+        ):
+            import_weights(path, tmp_path / "assets")
+    assert not (tmp_path / "assets").exists()
+
+
+def test_inspecting_an_a14b_pipeline_says_which_expert_would_load(tmp_path):
+    from solarwm_lib.weights.inspect import format_report, inspect
+
+    report = inspect(a14b_folder(tmp_path / "pipeline")[0])
+    assert (report["family"], report["architecture"]) == ("wan22_i2v_a14b", "wan22-tiny-i2v")
+    assert "note: transformer_2: the low-noise expert is not imported" in format_report(report)
 
 
 def test_bad_base_weights_are_refused_before_anything_is_written(tmp_path):

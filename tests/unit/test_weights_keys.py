@@ -54,7 +54,7 @@ def test_names_that_are_nearly_right_are_unknown(key):
 
 
 @pytest.mark.parametrize("name, tensors, parameters",
-                         [("wan22-ti2v-5b", 825, 4_999_787_712), ("wan22-i2v-a14b", 1095, 14_288_901_184), ("wan22-tiny", 177, 4_000_512)])  # fmt: skip
+                         [("wan22-ti2v-5b", 825, 4_999_787_712), ("wan22-i2v-a14b", 1095, 14_288_901_184), ("wan22-tiny", 177, 4_000_512), ("wan22-tiny-i2v", 177, 3_966_592)])  # fmt: skip
 def test_expected_shapes_are_those_of_diffusers_class(name, tensors, parameters):
     arguments = load_architecture(name)["transformer"]
     shapes = inventory.transformer_shapes(arguments)

@@ -235,6 +235,26 @@ def test_the_written_configuration_describes_the_same_contract(tmp_path, inferen
     assert contract.from_released(written, "wan22-tiny", "x") == facts
 
 
+@pytest.mark.parametrize(
+    ("released_key", "ours", "value"),
+    [
+        ("model.camera_translation_transform", "model.camera_translation_transform", "logd4"),
+        ("model.timestep_shift", "model.timestep_shift", 3.0),
+        ("train.denoising_step_list", "train.self_gradient_forcing.denoising_timesteps", [1000, 500]),
+    ],
+)
+def test_transform_shift_and_steps_travel_in_and_out(released_key, ours, value):
+    from solarwm_lib.weights import contract
+
+    section, key = released_key.split(".")
+    config = released_config("stage2")
+    before = contract.from_released(config, "wan22-tiny", "x")[ours]
+    config[section][key] = value
+    facts = contract.from_released(config, "wan22-tiny", "x")
+    assert facts[ours] == value != before
+    assert contract.to_released(facts)[section][key] == value
+
+
 def test_only_live_weights_make_a_package_of_live(tmp_path, inference_package):
     facts = released.read_package(inference_package).contract
     released.write_package(
