@@ -238,7 +238,7 @@ def _shapes(artifact, member):
 
 
 def test_compiled_attention_is_refused_where_it_has_no_gradients(stage_world, tmp_path):  # noqa: F811
-    with pytest.raises(ConfigError, match="attention_executor: found flex, .* CUDA only, and this is cpu"):
+    with pytest.raises(ConfigError, match=r"attention_executor: found flex, .* CUDA only, and this is cpu"):
         train(stage_world, "anyflow", tmp_path / "run", 1, train__attention_executor="flex")
 
 
