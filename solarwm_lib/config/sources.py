@@ -39,6 +39,8 @@ SHARED = (
     "model.text_length",
     "train.num_train_timesteps",
 )
+# A student has learnt chunks of one length; its window may change.
+SHARED_BY_STUDENT = ("model.causal.chunk_latent_frames",)
 
 
 def starts(name: str, spec: RunSpec) -> Iterator[tuple[str, str, Start]]:
@@ -154,7 +156,9 @@ def check_fit(workflow: Workflow, run: str) -> None:
                 f"{key}: run {start.run} trains {route.key}, but {what} starts from {wanted}; name another run"
             )
         _check_assets(key, spec.assets, f"run {start.run}", workflow.config.runs[start.run].assets)
-        _check_shared(workflow, key, run, start.run)
+        _check_shared(
+            workflow, key, run, start.run, (*SHARED, *(SHARED_BY_STUDENT if role == "student" else ()))
+        )
         if "ema" in _weights(config, role):
             check_average(workflow, f"{key}.weights", start.run, step(workflow, key, start))
     _check_gate(workflow, run, spec)
@@ -184,9 +188,9 @@ def _check_assets(key: str, own: str, source: str, theirs: str) -> None:
         )
 
 
-def _check_shared(workflow: Workflow, key: str, run: str, source: str) -> None:
+def _check_shared(workflow: Workflow, key: str, run: str, source: str, settings: tuple[str, ...]) -> None:
     own, theirs = (dict(flatten(workflow.resolved[name].values)) for name in (run, source))
-    for setting in SHARED:
+    for setting in settings:
         if own[setting] != theirs[setting]:
             raise ConfigError(
                 f"{key}: run {source} is trained with {setting} {theirs[setting]}, but {run} has {own[setting]}; make them "

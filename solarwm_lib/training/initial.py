@@ -38,6 +38,8 @@ SHARED = (
     "model.camera_intrinsics_mode",
     "model.timestep_shift",
 )
+# A student has learnt chunks of one length; its window may change.
+SHARED_BY_STUDENT = ("model.causal.chunk_latent_frames",)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def check(resolved: Resolved, found: Mapping[str, Artifact], assets: Artifact) -
                 f"{source.section}.path: {artifact.path} is of {facts.route}, {what} starts from {source.route}; name another "
                 "checkpoint"
             )
-        for key in SHARED:
+        for key in (*SHARED, *(SHARED_BY_STUDENT if role == "student" else ())):
             theirs, ours = facts[key], lookup(resolved.values, key)
             if theirs != ours:
                 raise ArtifactError(

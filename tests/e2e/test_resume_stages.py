@@ -214,6 +214,8 @@ def setting(**changes):
         ("stage2", setting(model__camera_translation_transform="logd4"),
          r"camera_translation_transform linear, this run has logd4"),
         ("stage2", setting(model__timestep_shift=5.0), r"timestep_shift 3\.0, this run has 5\.0"),
+        ("stage2", setting(model__causal={"chunk_latent_frames": 2, "local_attention_latent_frames": 4}),
+         r"chunk_latent_frames 3, this run has 2"),
         ("anyflow", setting(model__camera_translation_transform="logd4"), "linear, this run has logd4"),
         ("anyflow", other_base_weights, "was trained on base weights .*, model.base_path .* holds"),
         ("stage2", other_base_weights, "was trained on base weights .*, model.base_path .* holds"),

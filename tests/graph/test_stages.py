@@ -136,6 +136,8 @@ TEACHER = {"run": "base", "weights": "ema"}
         ("base", {"set": {"model.camera_translation_transform": "logd4"}},
          ["runs.causal.initial: run base", "camera_translation_transform logd4", "causal has linear"]),
         ("causal", {"set": {"model.timestep_shift": 5.0}}, ["model.timestep_shift 3.0", "causal has 5.0"]),
+        ("causal", {"set": {"model.causal.chunk_latent_frames": 9}},
+         ["runs.fast.roles.student: run causal", "chunk_latent_frames 9", "fast has 3"]),
         ("base", {"set": {"train.ema.start_step": 5}, "validate_steps": []},
          ["runs.causal.initial.weights: takes ema weights", "run base starts at step 5", "not there at step 4"]),
         ("fast", {"set": {"train.ema.start_step": 2}},
@@ -151,6 +153,7 @@ def test_the_graph_and_the_trainer_ask_for_the_same_routes():
     from solarwm_lib.training import initial
 
     assert sources.NEEDED == initial.NEEDED and set(initial.SHARED) < set(sources.SHARED)
+    assert sources.SHARED_BY_STUDENT == initial.SHARED_BY_STUDENT
 
 
 def test_a_source_with_other_base_weights_is_refused():
