@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from tinyworld import HEIGHT, WIDTH, TinyWorld
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Tests that draw with torch draw the same in every run."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,8 @@ def test_arithmetic_is_wide_and_results_keep_the_dtype():
     noisy = process.mix(clean, noise, torch.tensor([0.3]))
     expected = (0.7 * clean.double() + 0.3 * noise.bfloat16().double()).bfloat16()
     assert noisy.dtype == torch.bfloat16
-    # One unit in the last place of bfloat16, where float32 and float64 round to different neighbours.
-    torch.testing.assert_close(noisy, expected, rtol=2**-8, atol=0)
+    # One unit in the last place of bfloat16, 2**-7 at most, where float32 and float64 round to different neighbours.
+    torch.testing.assert_close(noisy, expected, rtol=2**-7, atol=0)
     assert process.widened(clean).dtype == torch.float32
     assert process.widened(clean.double()).dtype == torch.float64
 
