@@ -170,7 +170,7 @@ def strip_rows(passes: Sequence[PassResult], case: Case) -> list[tuple[str, np.n
 
 
 def load_passes(found: Sequence[artifacts.Artifact]) -> list[PassResult]:
-    """Return every pass of the artifacts, labelled by name, and by checkpoint where a name occurs twice."""
+    """Return every pass of the artifacts, labelled by name, and by run or checkpoint where a name occurs twice."""
     raw: list[tuple[artifacts.Artifact, str, dict[str, Any]]] = []
     for artifact in found:
         if artifact.schema not in SOURCES:
@@ -191,7 +191,7 @@ def load_passes(found: Sequence[artifacts.Artifact]) -> list[PassResult]:
 
 
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a distinct label per pass: its name; where names repeat also checkpoint, run, both or a number."""
+    """Return a distinct label per pass: its name; where names repeat also run, checkpoint, both or a number."""
     names = [summary["pass"]["name"] for summary in summaries]
     found = list(names)
     for name in {name for name in names if names.count(name) > 1}:
@@ -200,7 +200,7 @@ def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         runs = [summaries[position]["run"] for position in group]
         both = [f"{run} · {checkpoint}" for run, checkpoint in zip(runs, checkpoints, strict=True)]
         numbers = [str(number) for number in range(1, len(group) + 1)]
-        forms = (checkpoints, runs, both, numbers)
+        forms = (runs, checkpoints, both, numbers)
         distinct = next(form for form in forms if len(set(form)) == len(group))
         for position, suffix in zip(group, distinct, strict=True):
             found[position] = f"{name} · {suffix}"

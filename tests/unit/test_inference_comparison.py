@@ -53,6 +53,7 @@ def test_labels_say_no_more_than_needed() -> None:
         "live",
     ]
     assert labels([summary("ema"), summary("ema", run="b")]) == ["ema · a", "ema · b"]
+    assert labels([summary("ema"), summary("ema", run="b", checkpoint=later)]) == ["ema · a", "ema · b"]
     three = labels([summary("ema"), summary("ema", run="b"), summary("ema", checkpoint=later)])
     assert three[1] == "ema · b · checkpoint_model_000001" and len(set(three)) == 3
     assert labels([summary("ema"), summary("ema")]) == ["ema · 1", "ema · 2"]
