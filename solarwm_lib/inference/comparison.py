@@ -170,7 +170,7 @@ def strip_rows(passes: Sequence[PassResult], case: Case) -> list[tuple[str, np.n
 
 
 def load_passes(found: Sequence[artifacts.Artifact]) -> list[PassResult]:
-    """Return every pass of the artifacts, labelled by name, and by run or checkpoint where a name occurs twice."""
+    """Return every pass of the artifacts, with distinct labels."""
     raw: list[tuple[artifacts.Artifact, str, dict[str, Any]]] = []
     for artifact in found:
         if artifact.schema not in SOURCES:
@@ -191,20 +191,22 @@ def load_passes(found: Sequence[artifacts.Artifact]) -> list[PassResult]:
 
 
 def labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a distinct label per pass: its name; where names repeat also run, checkpoint, both or a number."""
-    names = [summary["pass"]["name"] for summary in summaries]
-    found = list(names)
-    for name in {name for name in names if names.count(name) > 1}:
-        group = [position for position, other in enumerate(names) if other == name]
-        checkpoints = [summaries[position]["weights_id"].split("@")[0] for position in group]
-        runs = [summaries[position]["run"] for position in group]
-        both = [f"{run} · {checkpoint}" for run, checkpoint in zip(runs, checkpoints, strict=True)]
-        numbers = [str(number) for number in range(1, len(group) + 1)]
-        forms = (runs, checkpoints, both, numbers)
-        distinct = next(form for form in forms if len(set(form)) == len(group))
-        for position, suffix in zip(group, distinct, strict=True):
-            found[position] = f"{name} · {suffix}"
+    """Return a distinct label per pass: its name, and as far as needed the run, the checkpoint and a number."""
+    several = len({summary["run"] for summary in summaries}) > 1
+    runs = [summary["run"] if several else "" for summary in summaries]
+    checkpoints = [summary["weights_id"].split("@")[0] for summary in summaries]
+    found = [_joined(summary["pass"]["name"], run) for summary, run in zip(summaries, runs, strict=True)]
+    for more in (checkpoints, [str(number) for number in range(1, len(summaries) + 1)]):
+        repeated = {label for label in found if found.count(label) > 1}
+        found = [
+            _joined(label, suffix) if label in repeated else label
+            for label, suffix in zip(found, more, strict=True)
+        ]
     return found
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
 
 
 def case_key(case: Mapping[str, Any]) -> Case:
