@@ -19,7 +19,7 @@ demo: .venv/.installed ## train, validate and compare the tiny world (minutes on
 	$(BIN)/snakemake --cores $(CORES)
 	@echo "Open results/report/gallery.html in a browser; figures: results/comparisons/*/summary.csv"
 
-study: .venv/.installed ## the same graph at a size that takes about an hour on two cores
+study: .venv/.installed ## the same graph at a size that takes about an hour and a half on two cores
 	$(BIN)/snakemake --cores $(CORES) --configfile config/study.yaml
 	@echo "Open results/study/report/gallery.html in a browser"
 
