@@ -24,11 +24,6 @@ def axis_widths(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * spatial, spatial, spatial
 
 
-def grid_positions(frames: int, height: int, width: int) -> Tensor:
-    """Return int64 `[frames*height*width, 3]` (time, height, width) ids of a token grid in the transformer's token order."""
-    return frame_positions(range(frames), height, width)
-
-
 def frame_positions(frame_ids: Sequence[int], height: int, width: int) -> Tensor:
     """Return int64 `[len(frame_ids)*height*width, 3]` ids of token grids whose latent frames stand at `frame_ids`.
 
@@ -49,12 +44,6 @@ def angles(positions: Tensor, head_dim: int, theta: float = THETA) -> Tensor:
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
         parts.append(torch.outer(positions[:, axis].double(), 1.0 / theta**exponents))
     return torch.cat(parts, dim=-1)
-
-
-def cos_sin(positions: Tensor, head_dim: int, theta: float = THETA) -> tuple[Tensor, Tensor]:
-    """Return float32 (cos, sin) `[1,L,1,D]` with each value repeated for its pair, the form WanAttnProcessor expects."""
-    table = angles(positions, head_dim, theta).repeat_interleave(2, dim=-1)[None, :, None]
-    return table.cos().float(), table.sin().float()
 
 
 def rotations(

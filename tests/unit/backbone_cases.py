@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from solarwm_lib.backbones import rope
 from solarwm_lib.backbones.wan22 import Wan22
 
 ARCHITECTURE = {
@@ -96,3 +97,9 @@ def rigid(case: dict[str, Tensor]) -> dict[str, Tensor]:
     left, _, right = torch.linalg.svd(w2c[..., :3, :3])
     w2c[..., :3, :3] = left @ right
     return case | {"w2c": w2c}
+
+
+def cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The rotations of position ids `[L,3]` in diffusers' form: float32 (cos, sin) `[1,L,1,D]`, each twice, once per channel."""
+    rotation = rope.rotations(positions, head_dim, dtype=torch.float64).repeat_interleave(2, dim=-1)
+    return rotation.real.float(), rotation.imag.float()

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from backbone_cases import backbone, double_precision, inputs, rigid
+from backbone_cases import backbone, cos_sin, double_precision, inputs, rigid
 
 from solarwm_lib.backbones import attention, prope, rope
 from solarwm_lib.backbones.kv_cache import LayerCache, RolloutState
@@ -129,7 +129,7 @@ class PlainAttention:
         return torch.kron(torch.eye(width // 4, dtype=torch.float64), small).repeat_interleave(6, dim=1)
 
     def rotate(self, x, positions):
-        cos, sin = rope.cos_sin(rope.frame_positions(positions, 2, 3), x.shape[-1])
+        cos, sin = cos_sin(rope.frame_positions(positions, 2, 3), x.shape[-1])
         turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
         return x * cos + turned * sin
 

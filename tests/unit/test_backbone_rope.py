@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backbone_cases import cos_sin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from solarwm_lib.backbones import rope
@@ -10,7 +11,7 @@ from solarwm_lib.backbones import rope
 @pytest.mark.parametrize("head_dim", [24, 48, 128])
 def test_cos_and_sin_equal_diffusers_bit_for_bit(head_dim):
     reference = WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)(torch.zeros(1, 1, 5, 6, 8))
-    found = rope.cos_sin(rope.grid_positions(5, 3, 4), head_dim)
+    found = cos_sin(rope.frame_positions(range(5), 3, 4), head_dim)
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
 
 
@@ -19,9 +20,9 @@ def test_released_channel_split():
 
 
 def test_complex_rotation_equals_the_processor_arithmetic():
-    positions = rope.grid_positions(3, 2, 2)
+    positions = rope.frame_positions(range(3), 2, 2)
     x = torch.randn(2, 12, 2, 24, generator=torch.Generator().manual_seed(0))
-    cos, sin = rope.cos_sin(positions, 24)
+    cos, sin = cos_sin(positions, 24)
     even, odd = x[..., 0::2], x[..., 1::2]
     expected = torch.empty_like(x)
     expected[..., 0::2] = even * cos[..., 0::2] - odd * sin[..., 1::2]
@@ -41,7 +42,7 @@ def test_positions_are_relative_and_unbounded():
 
 
 def test_bfloat16_keeps_its_dtype():
-    table = rope.rotations(rope.grid_positions(2, 1, 1), 24)
+    table = rope.rotations(rope.frame_positions(range(2), 1, 1), 24)
     assert rope.apply(torch.randn(1, 2, 1, 24).bfloat16(), table).dtype == torch.bfloat16
 
 
@@ -55,7 +56,7 @@ def test_a_table_first_built_while_sampling_serves_training():
 
 def test_frames_stand_where_their_ids_say():
     """Clean and noisy halves share ids; a window's frames may start anywhere."""
-    grid = rope.grid_positions(5, 2, 3)
+    grid = rope.frame_positions(range(5), 2, 3)
     assert torch.equal(rope.frame_positions((0, 1, 0, 1), 2, 3), torch.cat((grid[:12], grid[:12])))
     assert torch.equal(rope.frame_positions(range(3, 5), 2, 3), grid[18:])
     table = rope.frame_rotations(range(5), 2, 3, 24, torch.device("cpu"))
