@@ -24,8 +24,10 @@ study: .venv/.installed ## the same graph at a size that takes about an hour and
 	@echo "Open results/study/report/gallery.html in a browser"
 
 test: .venv/.installed lint ## everything that CI checks; what measures speed runs alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/benchmarks -n $(CORES) --dist loadfile --no-loadscope-reorder --durations 25
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks || failed=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/benchmarks -n $(CORES) --dist loadfile --no-loadscope-reorder --durations 25 || failed=1; \
+	exit $$failed
 
 test-fast: .venv/.installed ## without the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
