@@ -37,6 +37,7 @@ bench: .venv/.installed ## ratios against named alternatives, in one run each
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_attention.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_loader.py
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_index.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/bench_save.py
 
 lint: .venv/.installed ## formatting, types, Snakemake lint
 	$(BIN)/ruff format --check .

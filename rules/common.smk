@@ -5,6 +5,7 @@ sys.path.insert(0, str(workflow.basedir))
 
 from solarwm_lib.config.workflow import NAME
 from solarwm_lib.graph import load_workflow_or_exit
+from solarwm_lib.runtime import lifeline
 from solarwm_lib.runtime.leftovers import announce_leftovers
 
 WORKFLOW = load_workflow_or_exit(
@@ -15,6 +16,8 @@ WORKFLOW = load_workflow_or_exit(
 RESULTS = WORKFLOW.results
 
 announce_leftovers(Path.cwd())
+# The jobs of this process end when it has ended, also by SIGKILL. In the environment, because a param would rerun them.
+lifeline.announce(lifeline.WORKFLOW)
 
 
 wildcard_constraints:
@@ -75,6 +78,10 @@ def inference_name(wildcards):
 
 def inference_threads(wildcards):
     return WORKFLOW.config.inference[inference_name(wildcards)].threads
+
+
+def inference_job(wildcards):
+    return WORKFLOW.sampling_job("inference", inference_name(wildcards))
 
 
 def inference_arguments(wildcards, output):

@@ -8,6 +8,9 @@ rule infer:
     conda:
         "../envs/solarwm.yaml"
     threads: inference_threads
+    resources:
+        mem_mb=lambda wildcards: inference_job(wildcards).mem_mb,
+        gpu=lambda wildcards: inference_job(wildcards).gpu,
     params:
         solarwm=solarwm_command,
         identity=lambda wildcards: WORKFLOW.inference_identity(

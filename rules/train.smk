@@ -29,6 +29,9 @@ rule preflight:
     conda:
         "../envs/solarwm.yaml"
     threads: lambda wildcards: WORKFLOW.run_threads(wildcards.run)
+    resources:
+        mem_mb=lambda wildcards: WORKFLOW.training_job(wildcards.run).mem_mb,
+        gpu=lambda wildcards: WORKFLOW.training_job(wildcards.run).gpu,
     params:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,
@@ -55,6 +58,9 @@ rule train_segment:
     conda:
         "../envs/solarwm.yaml"
     threads: lambda wildcards: WORKFLOW.run_threads(wildcards.run)
+    resources:
+        mem_mb=lambda wildcards: WORKFLOW.training_job(wildcards.run).mem_mb,
+        gpu=lambda wildcards: WORKFLOW.training_job(wildcards.run).gpu,
     params:
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),
         launcher=launcher,

@@ -29,6 +29,9 @@ rule validate:
     conda:
         "../envs/solarwm.yaml"
     threads: 1
+    resources:
+        mem_mb=lambda wildcards: WORKFLOW.sampling_job("runs", wildcards.run).mem_mb,
+        gpu=lambda wildcards: WORKFLOW.sampling_job("runs", wildcards.run).gpu,
     params:
         solarwm=solarwm_command,
         identity=lambda wildcards: WORKFLOW.identity(wildcards.run),

@@ -48,11 +48,13 @@ from solarwm_lib.runtime.manifests import (
     MANIFEST,
     MARKER,
     SCHEMA,
+    THINNED,
     Artifact,
     Member,
     Parent,
     artifact_dir,
-    check_members,
+    check_digests,
+    check_payload,
     contents,
     load_manifest,
     manifest_of,
@@ -68,12 +70,14 @@ from solarwm_lib.runtime.owner import OWNER, is_abandoned, write_owner
 __all__ = [
     "MANIFEST",
     "MARKER",
+    "THINNED",
     "Artifact",
     "LineageNode",
     "Member",
     "Parent",
     "Transaction",
     "artifact_dir",
+    "check_digests",
     "format_lineage",
     "identity_diff",
     "json_bytes",
@@ -168,6 +172,10 @@ class Transaction:
                 return
             except BaseException as failure:
                 self._fail(failure)
+                if isinstance(failure, OSError):  # permission lost, device gone
+                    raise ArtifactError(
+                        f"cannot publish {self.target}: {failure.strerror or failure}; nothing was published"
+                    ) from failure
                 raise
         self._fail(error)
 
@@ -201,7 +209,7 @@ class Transaction:
         return path
 
     def open(self, member: str) -> BinaryIO:
-        """Open a new member for sequential writing (no seeking)."""
+        """Open a new member for sequential writing (no seeking); members may be written by several threads, one each."""
         path = self._claim(member)
 
         def done(size: int, sha256: str) -> None:
@@ -230,6 +238,29 @@ class Transaction:
         path = self._claim(member)
         self._declared.add(member)
         return path
+
+    def adopt(self, member: Member) -> None:
+        """Take in a member that another process wrote into `staging`, hashed and made durable itself.
+
+        ArtifactError unless it is a regular file of the size that process told.
+        """
+        member_path(member.path)
+        try:
+            status = (self.staging / member.path).lstat()
+        except OSError as error:
+            raise ArtifactError(
+                f"{self.target}: member {member.path!r} of another process cannot be seen here ({error.strerror}); all "
+                "processes must write to the same file system"
+            ) from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size != member.bytes:
+            raise ArtifactError(
+                f"{self.target}: member {member.path!r} has {status.st_size} bytes, its writer told {member.bytes}"
+            )
+        if member.path in self._written or member.path in self._open:
+            raise ArtifactError(
+                f"{self.target}: member {member.path!r} was written before; each is written once"
+            )
+        self._written[member.path] = member
 
     def _commit(self) -> None:
         if pending := sorted(name for name, writer in self._open.items() if not writer.closed):
@@ -357,8 +388,9 @@ def reissue(
         raise ArtifactError(
             f"{directory}: was made from other inputs ({', '.join(changed)} differ); {advice}"
         )
-    check_members(directory, members, deep=True)
     marker, expected = directory / MARKER, marker_bytes(manifest, manifest_data)
+    dropped = check_payload(directory, schema, members, hashlib.sha256(expected).hexdigest())
+    check_digests(directory, [member for member in members if member not in dropped])
     present = marker.read_bytes() if marker.is_file() else b""
     if present != expected:
         if _is_json(present):

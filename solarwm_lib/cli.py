@@ -16,18 +16,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from solarwm_lib import __version__, cli_data
-from solarwm_lib.runtime.errors import ArtifactError, ConfigError, MemoryExhausted, SolarError
+from solarwm_lib import __version__, cli_data, cli_estimate, cli_operate
+from solarwm_lib.runtime.errors import (
+    ArtifactError,
+    ConfigError,
+    MemoryExhausted,
+    Preempted,
+    SolarError,
+    is_out_of_memory,
+)
+from solarwm_lib.runtime.lifeline import StopNow, stoppable
 from solarwm_lib.weights import commands as weights_commands
 
 Handler = Callable[[argparse.Namespace], Any]
+# What SIGTERM ends with 75, and what does not outlive the Snakemake or torchrun that started it.
+LONG_COMMANDS = ("train", "preflight", "validate", "infer", "preencode", "merge-latents")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = build_parser().parse_args(argv)
     try:
-        return arguments.handler(arguments) or 0
+        with stoppable() if arguments.command in LONG_COMMANDS else contextlib.nullcontext():
+            return arguments.handler(arguments) or 0
+    except StopNow as stop:
+        _complain(f"solarwm: {stop}")
+        return Preempted.exit_code
     except KeyboardInterrupt:
         _complain("solarwm: interrupted")
         return 130
@@ -59,9 +73,7 @@ def as_solar_error(error: Exception) -> SolarError | None:
     """Map an exception to the error a person can act on, or None for a bug."""
     if isinstance(error, SolarError):
         return error
-    # PyTorch reports host memory as a plain RuntimeError of its CPU allocator.
-    host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    if host or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return MemoryExhausted(f"out of memory: {error}; lower train.micro_batch_size or the resolution")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(f"disk full while writing {error.filename or 'a file'}: {error.strerror}")
@@ -137,6 +149,9 @@ def build_parser() -> argparse.ArgumentParser:
     lineage = add(commands, "lineage", _lineage, "show the chain of artifacts behind a result")
     lineage.add_argument("path", type=Path, help="artifact directory or COMPLETE.json")
     lineage.add_argument("--json", action="store_true", help="print JSON")
+    cli_operate.add_commands(commands, add)
+
+    cli_estimate.add_command(commands, add, _config_arguments)
 
     config = add_group("config", "routes, resolution and differences of run configurations")
     routes = add(config, "routes", _config_routes, "list the supported routes")
@@ -291,10 +306,12 @@ def _verify(arguments: argparse.Namespace) -> None:
     from solarwm_lib.artifacts import verify
 
     artifact = verify(arguments.path, deep=arguments.deep)
-    size = sum(member.bytes for member in artifact.members)
     depth = "sizes and SHA-256" if arguments.deep else "sizes (use --deep for SHA-256)"
+    dropped = ", ".join(member.path for member in artifact.dropped)
+    thinned = f"; thinned: {dropped} dropped, training cannot go on from it" if dropped else ""
+    count = len(artifact.members) - len(artifact.dropped)
     print(
-        f"ok {artifact.path}: {artifact.schema}, {len(artifact.members)} members, {size} bytes, checked {depth}"
+        f"ok {artifact.path}: {artifact.schema}, {count} members, {artifact.bytes} bytes, checked {depth}{thinned}"
     )
 
 

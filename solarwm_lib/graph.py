@@ -26,6 +26,7 @@ from solarwm_lib.config.workflow import (
     WorkflowConfig,
     parse_config,
 )
+from solarwm_lib.estimate import jobs
 from solarwm_lib.runtime.errors import ConfigError, SolarError
 from solarwm_lib.training.setup import refuse_unsupported
 
@@ -382,6 +383,14 @@ class Workflow:
 
     def run_threads(self, run: str) -> int:
         return self.config.runs[run].processes * self.config.runs[run].threads
+
+    def training_job(self, run: str) -> jobs.Job:
+        """Memory and GPUs of a run's training jobs and preflight, by `solarwm estimate`."""
+        return jobs.training_job(self.resolved[run], self.config.runs[run].processes)
+
+    def sampling_job(self, kind: Literal["runs", "inference"], name: str) -> jobs.Job:
+        """Memory and GPUs of the validations of a run, or of an inference."""
+        return jobs.sampling_job((self.resolved if kind == "runs" else self.resolved_inference)[name])
 
     def identity(self, run: str) -> str:
         """Rule param of everything a run makes: it changes only when the results would."""

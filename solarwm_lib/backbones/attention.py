@@ -4,7 +4,10 @@ What a forward pass needs beyond the hidden states travels as one `Placement` in
 an argument of every block, so activation checkpointing recomputes with the same positions and cameras and no module holds
 per-call state. It is a plain dataclass on purpose: mixed-precision wrappers cast the floating tensors they find in tuples.
 
-Shapes: B batch, L tokens, N heads, D head width.
+Where a pass is shared by sequence-parallel ranks, hidden states are this rank's tokens, while positions, cameras, visibility
+and cache are of all tokens and this rank's heads.
+
+Shapes: B batch, L tokens, l tokens of this rank, N heads, D head width.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 
 from . import flex, prope, rope
 from .kv_cache import RolloutState
+from .sequence_parallel import Shares
 from .visibility import BIDIRECTIONAL, Segment, Span, VisibilityPlan
 
 EXECUTORS = ("segments", "flex")
@@ -32,8 +36,9 @@ class Placement:
     """Where the tokens of one forward pass are.
 
     rotation: complex `[1,L,1,D/2]`. camera: of these tokens' latent frames, or None. visibility: who sees whom.
-    second_times: raw r per token `[B,L]` for a flow-map model, None where r = t. rollout: the cache these tokens extend, if
-    any; `window_rotation` and `window_camera` then place the frames it already holds, and `commit` appends these tokens.
+    second_times: raw r per token of this rank `[B,l]` for a flow-map model, None where r = t. rollout: the cache these tokens
+    extend, if any; `window_rotation` and `window_camera` then place the frames it already holds, and `commit` appends these
+    tokens. shares: which of the L tokens each sequence-parallel rank holds, None where this process holds all.
     """
 
     rotation: Tensor
@@ -44,6 +49,7 @@ class Placement:
     window_rotation: Tensor | None = None
     window_camera: prope.CameraTransforms | None = None
     commit: bool = False
+    shares: Shares | None = None
 
 
 class _Runs(torch.autograd.Function):
@@ -127,12 +133,15 @@ class CameraAttnProcessor:
         attention_mask: Tensor | None = None,
         rotary_emb: Placement | None = None,
     ) -> Tensor:
-        """Return the attention output `[B,L,dim]` of `hidden_states` `[B,L,dim]` placed by `rotary_emb`."""
+        """Return the attention output `[B,l,dim]` of `hidden_states` `[B,l,dim]` placed by `rotary_emb`."""
         if rotary_emb is None or encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("CameraAttnProcessor serves self-attention with a Placement and no mask")
         query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         raw_key = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
         raw_value = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        shares = rotary_emb.shares
+        if shares is not None:
+            query, raw_key, raw_value = shares.scatter_heads(query, raw_key, raw_value)
 
         camera = rotary_emb.camera
         query = rope.apply(query, rotary_emb.rotation)
@@ -148,6 +157,8 @@ class CameraAttnProcessor:
             output = attend(query, key, value, rotary_emb.visibility, self._attention_backend)
         if camera is not None:
             output = prope.apply(output, camera.output)
+        if shares is not None:
+            output = shares.gather_heads(output)
         output = output.flatten(2, 3).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](output))
 
@@ -235,10 +246,28 @@ def current_placement() -> Placement | None:
     return _PLACEMENT.get()
 
 
+def _keep_share(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    """Return this rank's tokens `[B,dim,l]` of the patch embedding `[B,dim,T,h,w]`; nothing is replaced where it holds all."""
+    placement = _PLACEMENT.get()
+    if placement is None or placement.shares is None:
+        return None
+    return output.flatten(2)[:, :, placement.shares.own]
+
+
+def _restore_tokens(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    """Return all ranks' tokens `[B,L,C]` of the output projection `[B,l,C]`; nothing is replaced where this rank holds all."""
+    placement = _PLACEMENT.get()
+    if placement is None or placement.shares is None:
+        return None
+    return placement.shares.gather_tokens(output)
+
+
 def install(transformer: nn.Module) -> None:
-    """Put the placement source and the attention processors into a diffusers WanTransformer3DModel."""
+    """Put the placement source, the attention processors and the ends of a shared pass into a diffusers WanTransformer3DModel."""
     config = transformer.config
     transformer.rope = PlacementSource(config.attention_head_dim, tuple(config.patch_size))
+    transformer.patch_embedding.register_forward_hook(_keep_share)
+    transformer.proj_out.register_forward_hook(_restore_tokens)
     for layer, block in enumerate(transformer.blocks):
         block.attn1.set_processor(CameraAttnProcessor(layer))
         block.attn2.set_processor(TextAttnProcessor(layer))

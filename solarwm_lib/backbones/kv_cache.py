@@ -8,7 +8,7 @@ reads one run without concatenating. Cameras of the window and the text's keys a
 A window of W latent frames includes the chunk being denoised and the sink (the first frames, never dropped): a chunk sees
 the sink, the latest W - sink - chunk frames, and itself.
 
-Shapes: B batch, S tokens per latent frame, N heads, D head width.
+Shapes: B batch, S tokens per latent frame, N heads (of this rank, where sequence-parallel ranks share them), D head width.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RolloutState:
     def layer(self, number: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return the cache of layer `number`, allocated for chunks like `key` and `value` on first use.
 
-        Raises ValueError for a chunk of another size than the first.
+        Raises ValueError for a chunk of another size or of other heads than the first.
         """
         if number not in self.layers:
             self.layers[number] = LayerCache(key, value, self.chunk, self.capacity)
@@ -119,6 +119,11 @@ class RolloutState:
         if key.shape[1] != self.chunk * cache.tokens_per_frame:
             raise ValueError(
                 f"chunk of {key.shape[1]} tokens; this rollout began with {self.chunk * cache.tokens_per_frame}"
+            )
+        if key.shape[2] != cache.key.shape[2]:
+            raise ValueError(
+                f"chunk of {key.shape[2]} attention heads; this rollout began with {cache.key.shape[2]}: "
+                "set the sequence group between rollouts"
             )
         return cache
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -53,6 +54,14 @@ class Backbone(Protocol):
         image_condition: Tensor | None = None,
     ) -> Tensor:
         """Return the predicted flow `[B,T,C,h,w]` at raw timesteps `[B,T]`, every frame seeing all; r None means r = t."""
+        ...
+
+    def set_sequence_group(self, group: dist.ProcessGroup | None) -> None:
+        """Share the tokens of every pass among the ranks of `group`, which all make the same passes; None runs alone.
+
+        Every rank gets the whole output; the mean of the ranks' parameter gradients is that of one process. Raises ConfigError
+        where the group's size does not divide the attention heads.
+        """
         ...
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:

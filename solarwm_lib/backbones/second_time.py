@@ -33,7 +33,7 @@ class TwoTimeEmbedding(WanTimeTextImageEmbedding):
         encoder_hidden_states_image: Tensor | None = None,
         timestep_seq_len: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return diffusers' (time `[B,L,dim]`, its projection, text, image) for t `[B*L]` in `timestep` and the call's r, else r = t."""
+        """Return diffusers' (time `[B,l,dim]`, its projection, text, image) for t `[B*l]` of this rank's tokens and the call's r, else r = t."""
         placement = attention.current_placement()
         r = None if placement is None else placement.second_times
         time = self.time_embedder(self._sinusoid(timestep, timestep_seq_len))

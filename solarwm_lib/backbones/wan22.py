@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from ..config.geometry import MASK_CHANNELS
 from ..runtime.errors import ArtifactError, ConfigError
-from . import attention, prope, rope, second_time, visibility
+from . import attention, prope, rope, second_time, sequence_parallel, visibility
 from .kv_cache import RolloutState
 from .protocol import Geometry
 
@@ -61,6 +62,7 @@ class Wan22(nn.Module):
         self.camera_translation_transform = camera_translation_transform
         self.anyflow = anyflow
         self.image_conditioned = condition > 0
+        self._sequence_group: dist.ProcessGroup | None = None
         attention.install(transformer)
         if anyflow:
             second_time.install(transformer)
@@ -98,7 +100,7 @@ class Wan22(nn.Module):
             raise ArtifactError(
                 f"no transformer at {folder} (config.json is missing); set model.base_path to a diffusers folder"
             )
-        _check_config(folder, architecture["transformer"])
+        check_config(folder, architecture["transformer"])
         transformer, info = WanTransformer3DModel.from_pretrained(
             folder, torch_dtype=dtype, output_loading_info=True
         )
@@ -119,6 +121,17 @@ class Wan22(nn.Module):
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of the transformer under its diffusers name: all stages train all of them."""
         return self.transformer.named_parameters()
+
+    def set_sequence_group(self, group: dist.ProcessGroup | None) -> None:
+        """Share the tokens of every pass among the ranks of `group` from now on; None or a group of one runs alone.
+
+        All its ranks must then make the same passes over the same inputs; each gets the whole output. Means over the group of
+        parameter gradients are what one process has (`sequence_parallel`). Set it between rollouts: a cache holds the heads of
+        this rank alone. Raises ConfigError where the attention heads do not divide by the group's size.
+        """
+        ranks = 1 if group is None else dist.get_world_size(group)
+        sequence_parallel.check_heads(self.transformer.config.num_attention_heads, ranks)
+        self._sequence_group = group if ranks > 1 else None
 
     def velocity(
         self,
@@ -318,16 +331,23 @@ class Wan22(nn.Module):
             raise ValueError(
                 f"latent size {height}x{width}; expected multiples of the patch {patch_h}x{patch_w}"
             )
+        if r is not None and not self.anyflow:
+            raise ValueError("r given to a model without a second time; build it with anyflow=True")
         tokens = self._tokens_per_frame(latents)
-        if r is not None:
-            if not self.anyflow:
-                raise ValueError("r given to a model without a second time; build it with anyflow=True")
-            placement = replace(placement, second_times=r.repeat_interleave(tokens, dim=1))
+        own, shares = slice(None), None
+        if self._sequence_group is not None:
+            shares = sequence_parallel.shares(self._sequence_group, frames, tokens)
+            own = shares.own
+        t_tokens, r_tokens = (
+            None if times is None else times.repeat_interleave(tokens, dim=1)[:, own]
+            for times in (timesteps, r)
+        )
+        placement = replace(placement, second_times=r_tokens, shares=shares)
         inputs = latents if image_condition is None else torch.cat((latents, image_condition), dim=2)
         with attention.placed(placement):
             output = self.transformer(
                 hidden_states=inputs.transpose(1, 2),
-                timestep=timesteps.repeat_interleave(tokens, dim=1),
+                timestep=t_tokens,
                 encoder_hidden_states=prompt_embeds,
                 return_dict=False,
             )[0]
@@ -431,7 +451,7 @@ def _translation_transform(model_cfg: Any) -> str:
     return model_cfg.camera_translation_transform
 
 
-def _check_config(folder: Path, expected: Mapping[str, Any]) -> None:
+def check_config(folder: Path, expected: Mapping[str, Any]) -> None:
     found = WanTransformer3DModel.load_config(folder)
     for key, value in expected.items():
         actual = found.get(key)

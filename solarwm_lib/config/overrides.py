@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ def of_run(workflow: Workflow, run: str) -> dict[str, Any]:
         "name": run,
         "distributed.world_size": spec.processes,
         **spec.set,
+        **_pins(workflow, run),
         **_places(workflow, run),
         **stored,
         **sources.overrides(workflow, run),
@@ -64,6 +66,19 @@ def of_inference(workflow: Workflow, name: str) -> dict[str, Any]:
         "runtime.output_dir": _folder(workflow.inference_marker(name)),
         "checkpoint.path": _folder(inputs["checkpoint"]),
     }
+
+
+def _pins(workflow: Workflow, run: str) -> dict[str, Any]:
+    """Keep whole, when the run thins its checkpoints, those that other runs of the workflow go on from (full_resume)."""
+    folder = Path(workflow.run_dir(run)).absolute()
+    steps = set()
+    for spec in workflow.config.runs.values():
+        path = Path(str(spec.set.get("checkpoint.path", ""))).absolute()
+        name = re.fullmatch(r"checkpoint_model_(\d+)", path.name)
+        if spec.set.get("checkpoint.mode") == "full_resume" and path.parent == folder and name:
+            steps.add(int(name[1]))
+    own = workflow.config.runs[run].set.get("checkpoint.keep_full_steps", [])
+    return {"checkpoint.keep_full_steps": sorted({*own, *steps})} if steps else {}
 
 
 def _places(workflow: Workflow, run: str) -> dict[str, Any]:

@@ -312,6 +312,7 @@ class Train(Section):
     strategy: Literal["replicate", "full_shard", "hybrid_shard"] = knob(
         "replicate", "How parameters lie over processes; may change between attempts."
     )
+    shard_teacher: bool = knob(True, "Stage2: the frozen teacher lies in parts where the student does.")
     optimizer: Optimizer = knob(Optimizer(), "Optimizer and learning-rate schedule.")
     ema: Ema = knob(Ema(), "Moving average of the weights.")
     anyflow: AnyFlow | None = knob(None, "Only for objective anyflow_forward_map.")
@@ -399,6 +400,19 @@ class Checkpoint(Section):
         100, "Steps between rolling saves inside a segment; 0: only on a signal.", "steps", ge=0
     )
     keep_rolling: int = knob(1, "Verified rolling saves kept.", ge=1)
+    asynchronous: bool = knob(
+        True,
+        "Rolling saves are written by a thread while training goes on; takes host memory for a copy of the state.",
+    )
+    keep_full: int = knob(
+        0,
+        "Newest published checkpoints that keep their optimizer state; older ones keep only weights. 0: all keep it.",
+        "checkpoints",
+        ge=0,
+    )
+    keep_full_steps: list[int] = knob(
+        [], "Steps whose published checkpoints keep their optimizer state in any case.", "steps"
+    )
 
 
 class Inference(Section):
@@ -448,3 +462,7 @@ class Runtime(Section):
     require_clean_source: bool = knob(False, "Refuse to start from a modified source checkout.")
     log_every_steps: int = knob(1, "Steps between metric records.", "steps", ge=1)
     progress: bool = knob(True, "Show a progress bar.")
+    hang_timeout_seconds: float = knob(
+        1800.0, "End with exit code 7 if no process got on for so long; 0: never.", "seconds", ge=0
+    )
+    tensorboard: bool = knob(True, "Write TensorBoard event files under output_dir/tensorboard.")

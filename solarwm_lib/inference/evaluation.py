@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from solarwm_lib.backbones.codec import Codec
     from solarwm_lib.config.load import Resolved
     from solarwm_lib.inference.cases import Cases
+    from solarwm_lib.training.peers import Peers
     from solarwm_lib.training.topology import Topology
 
 CHECKPOINT_SCHEMA = "solarwm.checkpoint.v1"
@@ -173,10 +174,6 @@ def prepare(
             f"route {resolved.route.key} cannot be sampled by this version, only its configurations are checked; see "
             "`solarwm config routes`"
         )
-    if (parallel := resolved.config.distributed.sequence_parallel_size) != 1:
-        raise ConfigError(
-            f"distributed.sequence_parallel_size {parallel} cannot be sampled by this version; use 1"
-        )
     chosen = None if slots is None else frozenset(slots)
     run = PassRun(resolved, plan, settings, artifacts.read(checkpoint, CHECKPOINT_SCHEMA), chosen)
     data = resolved.config.data
@@ -214,19 +211,20 @@ def find_pass(config: Any, name: str) -> Any:
 
 
 def run_pass(
-    run: PassRun, clips: Cases, latents_dir: Path, topology: Topology, device: torch.device
+    run: PassRun, clips: Cases, latents_dir: Path, topology: Topology, peers: Peers, device: torch.device
 ) -> Iterator[list[Slot]]:
-    """Yield finished slots, one wave (a slot per rank) at a time; every rank sees all of them.
+    """Yield finished slots, one wave (a slot per sequence group) at a time; every rank sees all of them.
 
-    Sampling comes first and its latents are kept in `latents_dir` before anything is decoded; latents found there are
+    Sequence-parallel `peers` sample together, the first of them keeps and decodes. Sampling comes first and its latents are kept in `latents_dir` before anything is decoded; latents found there are
     used. No failure of a slot leaves this function; each ends in its manifest.
     """
     slots = [Slot(case) for case in run.plan["cases"]]
-    mine = {slot.case["slot"]: slot for slot in slots[topology.rank :: topology.world_size]}
-    codec, available = _sample(run, clips, mine, latents_dir, topology, device)
+    groups, keeps = topology.data_world_size, topology.sequence_rank == 0
+    mine = {slot.case["slot"]: slot for slot in slots[topology.data_rank :: groups]}
+    codec, available = _sample(run, clips, mine, latents_dir, topology, peers, device)
     with _progress(run, topology, len(slots), "decoding") as bar:
-        for start in range(0, len(slots), topology.world_size):
-            slot = mine.get(start + topology.rank)
+        for start in range(0, len(slots), groups):
+            slot = mine.get(start + topology.data_rank) if keeps else None
             if slot is not None and slot.status != "error" and (number := slot.case["slot"]) in available:
                 _guarded(slot, functools.partial(_finish, slot, run, clips, codec, device, available[number]))
             wave = [other for other in gather_objects(slot) if other is not None]
@@ -240,6 +238,7 @@ def _sample(
     mine: Mapping[int, Slot],
     latents_dir: Path,
     topology: Topology,
+    peers: Peers,
     device: torch.device,
 ) -> tuple[Codec, dict[int, torch.Tensor]]:
     """Return the codec and slot -> latents. The backbone ends here: decoding beside it is what runs out of memory.
@@ -253,8 +252,14 @@ def _sample(
     available = {number: tensor for number, tensor in kept.items() if tensor is not None}
     todo = [request for request in requests if request is not None and request.slot not in available]
     models = load_models(run.config, run.checkpoint.path, run.settings.weights, run.weights_id, device)
+    models.backbone.set_sequence_group(peers.group)
+    keeps = topology.sequence_rank == 0
     with _progress(run, topology, len(todo), "sampling") as bar, ExitStack() as stack:
-        shown = preview.wanted(run.config) and preview.Previews(latents_dir, models.codec, run.plan["fps"])
+        shown = (
+            keeps
+            and preview.wanted(run.config)
+            and preview.Previews(latents_dir, models.codec, run.plan["fps"])
+        )
         if shown:
             stack.enter_context(shown)
 
@@ -269,7 +274,7 @@ def _sample(
             slot.facts["numerics"] = models.numerics()
             if isinstance(outcome, Exception):
                 slot.fail(outcome)
-            else:
+            elif keeps:
                 store.publish(request.slot, outcome)
                 available[request.slot] = outcome
             bar.update()

@@ -49,7 +49,8 @@ def validate(
     *,
     slots: Sequence[int] | None = None,
 ) -> artifacts.Artifact:
-    """Publish pass `pass_name` of `checkpoint` over the frozen `plan` at `out_dir`; under torchrun slots are dealt out.
+    """Publish pass `pass_name` of `checkpoint` over the frozen `plan` at `out_dir`; under torchrun slots are dealt out
+    to the sequence-parallel groups.
 
     A result that is already there is verified and returned. `slots` restricts the pass (the others are skipped).
     Raises ConfigError, ArtifactError before a model is loaded, or the first slot's error if every slot failed.
@@ -73,13 +74,17 @@ def publish(
     if done is not None:
         return done
     from solarwm_lib.training.collectives import on_main, process_group
+    from solarwm_lib.training.peers import Peers
     from solarwm_lib.training.topology import from_environment
 
-    # A pass may run in any number of processes; how many trained the checkpoint does not matter here.
-    topology = from_environment(os.environ, int(os.environ.get("WORLD_SIZE", "1")))
+    # A pass may run in any number of processes; how many trained the checkpoint does not matter here. One samples alone.
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = next(iter(runs.values())).config.distributed.sequence_parallel_size if world > 1 else 1
+    topology = from_environment(os.environ, world, parallel)
     stack = ExitStack()
     with process_group(topology) as device, stack:
         transaction = artifacts.Transaction(out_dir, schema, identity, parents)
+        peers = Peers(topology)
         on_main(topology, partial(_open, stack, transaction, extra))
         clips = Cases(next(iter(runs.values())).resolved)
         stack.callback(clips.close)
@@ -87,7 +92,7 @@ def publish(
         evidence: dict[str, bytes] = {}
         for prefix, run in runs.items():
             writer = PassWriter(run, transaction.write_bytes, prefix)
-            for wave in run_pass(run, clips, latents_dirs[prefix], topology, device):
+            for wave in run_pass(run, clips, latents_dirs[prefix], topology, peers, device):
                 on_main(topology, partial(writer.extend, wave))
             summaries.append(on_main(topology, writer.finish))
             evidence |= writer.evidence
@@ -97,6 +102,10 @@ def publish(
         on_main(topology, stack.close)
     if topology.is_main:
         _report(summaries, out_dir)
+        if next(iter(runs.values())).config.runtime.tensorboard:
+            from solarwm_lib.inference.tensorboard import show_pass
+
+            show_pass(out_dir)
     return artifacts.read(out_dir, schema)
 
 

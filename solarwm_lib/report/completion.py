@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from solarwm_lib.artifacts import write_atomic
-from solarwm_lib.report.facts import TAIL_STEPS, Pass, RunFacts, read_run, setting
+from solarwm_lib.report.facts import TAIL_STEPS, Pass, RunFacts, read_run, seconds_lost, setting
 
 SMALL_TEST_SET = 4
 CAMERA_MARGIN_DB = 1.0
@@ -36,6 +36,7 @@ def completion_report(run: RunFacts) -> str:
         ("Scale", _scale(run)),
         ("Initialisation and resume", _resume(run)),
         ("Training", _training(run)),
+        ("Time without steps", _time_lost(run)),
         ("Checkpoints", _checkpoints(run)),
         ("Validation", _validation(run)),
         ("Failed slots", _failed_slots(run)),
@@ -57,6 +58,8 @@ def risks(run: RunFacts) -> Iterator[str]:
             yield f"{where} is {item.status}: {item.problem}"
         elif item.status != "complete":
             yield f"{where} is {item.status}: its means cover only the slots that are ok"
+        if (without := _slots(item, "ok") - item.comparisons) > 0:
+            yield f"{where}: {without} slots have no comparison video"
     final, planned = run.final, setting(run.config, "train.max_steps")
     if final is None:
         yield "no checkpoint verifies: there is no result yet"
@@ -65,9 +68,15 @@ def risks(run: RunFacts) -> Iterator[str]:
             f"the learning-rate schedule is planned for {planned} steps and the last checkpoint is of step {final.step}: "
             "the rate had not come down"
         )
+    if final is not None and final.thinned:
+        yield f"the last checkpoint, {final.name}, was thinned: training cannot go on from it"
     if run.checkpoints and not run.passes:
         yield "nothing was validated"
     yield from _quality_risks(run)
+    replaced = (run.records[-1].get("replaced") or {}) if run.records else {}
+    if any(replaced.values()):
+        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(replaced.items()) if count)
+        yield f"other clips stood in for some that could not be used: {counts}"
     result = run.attempts[-1].result if run.attempts else {}
     if result.get("status") in ("running", "failed"):
         detail = f" ({result['message']})" if result.get("message") else ""
@@ -171,9 +180,9 @@ def _environment(run: RunFacts) -> str:
 
 def _scale(run: RunFacts) -> str:
     world = run.launch.get("world") or {}
-    size = world.get("world_size") or setting(run.config, "distributed.world_size", 1)
+    size = world.get("world_size") or setting(run.in_force, "distributed.world_size", 1)
     parallel = world.get("sequence_parallel_size") or setting(
-        run.config, "distributed.sequence_parallel_size", 1
+        run.in_force, "distributed.sequence_parallel_size", 1
     )
     return _pairs(
         [
@@ -181,10 +190,11 @@ def _scale(run: RunFacts) -> str:
             ("nodes", world.get("nodes")),
             ("sequence-parallel size", parallel),
             ("data-parallel size", size // parallel),
-            ("micro batch", setting(run.config, "train.micro_batch_size")),
-            ("gradient accumulation", setting(run.config, "train.gradient_accumulation_steps")),
-            ("global batch", setting(run.config, "train.global_batch_size")),
-            ("precision", setting(run.config, "train.precision")),
+            ("micro batch", setting(run.in_force, "train.micro_batch_size")),
+            ("gradient accumulation", setting(run.in_force, "train.gradient_accumulation_steps")),
+            ("global batch", setting(run.in_force, "train.global_batch_size")),
+            ("strategy", setting(run.in_force, "train.strategy")),
+            ("precision", setting(run.in_force, "train.precision")),
         ]
     )
 
@@ -198,7 +208,9 @@ def _resume(run: RunFacts) -> str:
         (
             "initial weights",
             "base weights" if mode == "none" else f"{mode} from {checkpoint.get('path')} ({weights})",
-        )
+        ),
+        ("average (EMA)", _average(run)),
+        ("restarts", _restarts(run)),
     ]
     lines = [_pairs(rows)]
     if run.attempts:
@@ -219,6 +231,35 @@ def _resume(run: RunFacts) -> str:
     return "\n\n".join(lines)
 
 
+def _average(run: RunFacts) -> str | None:
+    """The average that is saved beside the live weights."""
+    ema = setting(run.config, "train.ema") or {}
+    if not ema:
+        return None
+    updates = ((run.final.state if run.final else None) or {}).get("ema_updates")
+    return f"decay {ema.get('decay')}, from step {ema.get('start_step')}" + (
+        f", {updates} updates in the last checkpoint" if updates is not None else ""
+    )
+
+
+def _restarts(run: RunFacts) -> str:
+    steps = [event.get("step") for event in run.events if event["event"] == "restart"]
+    return f"{len(steps)}, after steps {', '.join(map(str, steps))}" if steps else "none"
+
+
+def _time_lost(run: RunFacts) -> str:
+    lost = seconds_lost(run.events)
+    if not lost:
+        return "None recorded."
+    in_steps = sum(record["step_seconds"] for record in run.records)
+    rows = []
+    for event, seconds in sorted(lost.items()):
+        count = sum(item["event"] == event for item in run.events)
+        share = f"{seconds / in_steps:.1%}" if in_steps else None
+        rows.append((event.replace("_", " "), count, _duration(seconds), share))
+    return _table(("what", "times", "time", "of the time in steps"), rows)
+
+
 def _training(run: RunFacts) -> str:
     if not run.records:
         return "No step was recorded."
@@ -226,8 +267,8 @@ def _training(run: RunFacts) -> str:
     data = run.tail("data_seconds")
     return _pairs(
         [
-            ("completed steps", last["step"]),
-            ("loss, first and last step", f"{first['loss']:.4f}, {last['loss']:.4f}"),
+            ("final step", last["step"]),
+            ("loss, first and final step", f"{first['loss']:.4f}, {last['loss']:.4f}"),
             (
                 f"loss, mean of the last {min(TAIL_STEPS, len(run.records))} steps",
                 _number(run.tail("loss"), ".4f"),
@@ -249,17 +290,18 @@ def _checkpoints(run: RunFacts) -> str:
     rows = [
         (
             item.step,
-            "complete" if item.problem is None else "damaged",
+            item.status,
             _bytes(item.bytes),
             (item.state or {}).get("ema_updates"),
             _digest(item.digest),
         )
         for item in run.checkpoints
     ]
-    count = (
-        f"{len(good)} complete" + (f", {len(rows) - len(good)} not" if len(rows) > len(good) else "") + "."
-    )
-    return count + (
+    thinned = sum(item.status == "thinned" for item in good)
+    count = f"{len(good)} complete"
+    count += f", {thinned} of them thinned to their weights" if thinned else ""
+    count += f", {len(rows) - len(good)} not" if len(rows) > len(good) else ""
+    return f"{count}." + (
         "\n\n" + _table(("step", "status", "size", "EMA updates", "marker"), rows) if rows else ""
     )
 
@@ -299,7 +341,9 @@ def _validation(run: RunFacts) -> str:
         "margin dB",
         "codec limit dB",
     )
-    return f"{complete} of {len(rows)} passes complete, comparison videos in each.\n\n{_table(head, rows)}"
+    videos, slots = sum(item.comparisons for item in run.passes), sum(_slots(x, "total") for x in run.passes)
+    counts = f"{complete} of {len(rows)} passes complete, {videos} of {slots} slots have a comparison video."
+    return f"{counts}\n\n{_table(head, rows)}"
 
 
 def _failed_slots(run: RunFacts) -> str:
@@ -309,6 +353,10 @@ def _failed_slots(run: RunFacts) -> str:
         for failed in (item.summary or {}).get("failed", ())
     ]
     return _table(("step", "pass", "slot", "sample", "kind", "reason"), rows) if rows else "None."
+
+
+def _slots(item: Pass, status: str) -> int:
+    return int(((item.summary or {}).get("slots") or {}).get(status, 0))
 
 
 def _camera(item: Pass) -> str | None:

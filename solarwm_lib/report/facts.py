@@ -6,7 +6,7 @@ What does not verify is reported in place (a `problem`), because a report exists
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -23,7 +23,10 @@ TAIL_STEPS = 50
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint, or why it does not count. `state` is its `state.json`."""
+    """A published checkpoint or rolling save, or why it does not count. `state` is its `state.json`.
+
+    One that was `thinned` has weights to sample from and none of the state to continue from.
+    """
 
     step: int
     name: str
@@ -31,11 +34,19 @@ class Checkpoint:
     digest: str = ""
     state: dict[str, Any] | None = None
     problem: str | None = None
+    thinned: bool = False
+
+    @property
+    def status(self) -> str:
+        return "damaged" if self.problem else "thinned" if self.thinned else "complete"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A validation pass of a checkpoint. `summary` is its `summary.json`; `status` also knows missing and damaged."""
+    """A validation pass of a checkpoint. `summary` is its `summary.json`; `status` also knows missing and damaged.
+
+    `comparisons` counts the slots with a comparison video.
+    """
 
     step: int
     name: str
@@ -43,6 +54,7 @@ class Pass:
     status: str
     summary: dict[str, Any] | None = None
     problem: str | None = None
+    comparisons: int = 0
 
     def mean(self, metric: str) -> float | None:
         return (self.summary or {}).get("means", {}).get(metric)
@@ -50,11 +62,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run: its launch manifest and result record (either may be absent after a kill)."""
+    """One start of the run: its launch manifest, result record and configuration (each may be absent after a kill)."""
 
     name: str
     manifest: dict[str, Any]
     result: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class RunFacts:
     checkpoints: list[Checkpoint]
     passes: list[Pass]
     preflight: dict[str, Any] | None
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -77,6 +91,11 @@ class RunFacts:
     def launch(self) -> dict[str, Any]:
         """Manifest of the newest attempt that has one."""
         return next((attempt.manifest for attempt in reversed(self.attempts) if attempt.manifest), {})
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """Configuration of the newest attempt: topology and cadence may differ from what the run began with."""
+        return next((attempt.config for attempt in reversed(self.attempts) if attempt.config), self.config)
 
     @property
     def final(self) -> Checkpoint | None:
@@ -95,7 +114,7 @@ class RunFacts:
 def read_run(run_dir: Path | str) -> RunFacts:
     """Read a run directory. Raises ConfigError if it holds no `resolved-config.json`."""
     path = Path(run_dir)
-    config = _json(path / "resolved-config.json")
+    config = read_json(path / "resolved-config.json")
     if not config:
         beside = (
             sorted(p.parent.name for p in path.parent.glob("*/resolved-config.json"))
@@ -109,19 +128,44 @@ def read_run(run_dir: Path | str) -> RunFacts:
     return RunFacts(
         path=path,
         config=config,
-        attempts=[
-            Attempt(folder.name, _json(folder / "launch-manifest.json"), _json(folder / "run-result.json"))
-            for folder in sorted((path / "launches").glob("attempt-*"))
-        ],
+        attempts=attempts_of(path),
         records=metrics.read(log) if log.is_file() else [],
-        checkpoints=[
-            _checkpoint(folder) for folder in sorted(path.glob("checkpoint_model_*")) if folder.is_dir()
-        ],
-        passes=_passes(
-            path / "validation", [item["name"] for item in _section(config, "validation").get("passes") or []]
-        ),
+        checkpoints=[checkpoint_of(folder) for folder in save_folders(path, "checkpoint_model_*")],
+        passes=passes_of(path / "validation", pass_names(config)),
         preflight=_preflight(path / "preflight"),
+        events=metrics.read_events(log) if log.is_file() else [],
     )
+
+
+def attempts_of(run_dir: Path) -> list[Attempt]:
+    """Return the starts of a run in order."""
+    folders = sorted(
+        (run_dir / "launches").glob("attempt-*"), key=lambda folder: (len(folder.name), folder.name)
+    )
+    return [
+        Attempt(
+            folder.name,
+            *(
+                read_json(folder / f"{name}.json")
+                for name in ("launch-manifest", "run-result", "resolved-config")
+            ),
+        )
+        for folder in folders
+    ]
+
+
+def pass_names(config: dict[str, Any]) -> list[str]:
+    """Return the names of the passes that a run is to make of its validated checkpoints."""
+    return [item["name"] for item in _section(config, "validation").get("passes") or []]
+
+
+def seconds_lost(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Return event -> seconds in which no step was made: saves, and steps that a restart had to repeat."""
+    lost: dict[str, float] = {}
+    for event in events:
+        if isinstance(seconds := event.get("seconds"), int | float):
+            lost[event["event"]] = lost.get(event["event"], 0.0) + seconds
+    return lost
 
 
 def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
@@ -137,7 +181,8 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     return config.get(name) or {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is none, it is being written or it is damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -145,19 +190,36 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _checkpoint(folder: Path) -> Checkpoint:
-    digits = folder.name.removeprefix("checkpoint_model_")
+def is_begun(directory: Path) -> bool:
+    """True for a directory with something in it."""
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def save_folders(parent: Path, pattern: str) -> list[Path]:
+    """Return the directories of checkpoints or rolling saves by name."""
+    return [folder for folder in sorted(parent.glob(pattern)) if is_begun(folder)]
+
+
+def checkpoint_of(folder: Path) -> Checkpoint:
+    """Return the checkpoint or rolling save in `folder` after comparing its members' sizes with its marker."""
+    digits = folder.name.rpartition("_")[2]
     step = int(digits) if digits.isdigit() else 0
     try:
         artifact = artifacts.read(folder, CHECKPOINT_SCHEMA)
         return Checkpoint(
-            step, folder.name, artifact.bytes, artifact.digest, _json(artifact.file("state.json"))
+            step,
+            folder.name,
+            artifact.bytes,
+            artifact.digest,
+            read_json(artifact.file("state.json")),
+            thinned=bool(artifact.dropped),
         )
     except ArtifactError as error:
         return Checkpoint(step, folder.name, problem=_local(str(error), folder))
 
 
-def _passes(folder: Path, names: list[str]) -> list[Pass]:
+def passes_of(folder: Path, names: list[str]) -> list[Pass]:
+    """Return the passes of every step that was validated, the intended `names` first, in order of steps."""
     found = []
     for step_dir in sorted(folder.glob("step_*")):
         digits = step_dir.name.removeprefix("step_")
@@ -172,14 +234,16 @@ def _passes(folder: Path, names: list[str]) -> list[Pass]:
 
 
 def _pass(step: int, path: Path) -> Pass:
-    if not path.is_dir():
+    # Snakemake makes the directory before the job fills it.
+    if not is_begun(path):
         failed = sorted(path.parent.glob(f"{path.name}.failed-*"))
         problem = f"every slot failed, see {failed[-1].name}" if failed else "not made"
         return Pass(step, path.name, path, "failed" if failed else "missing", problem=problem)
     try:
         artifact = artifacts.read(path, VALIDATION_SCHEMA)
-        summary = _json(artifact.file("summary.json"))
-        return Pass(step, path.name, path, str(summary["status"]), summary)
+        summary = read_json(artifact.file("summary.json"))
+        comparisons = sum(member.path.endswith("/compare.mp4") for member in artifact.members)
+        return Pass(step, path.name, path, str(summary["status"]), summary, comparisons=comparisons)
     except (ArtifactError, KeyError) as error:
         return Pass(step, path.name, path, "damaged", problem=_local(str(error), path))
 
@@ -193,7 +257,7 @@ def _preflight(folder: Path) -> dict[str, Any] | None:
     merged: dict[str, Any] = {}
     for member in artifact.members:
         if member.path.endswith(".json") and "/" not in member.path:
-            merged |= _json(artifact.path / member.path)
+            merged |= read_json(artifact.path / member.path)
     return merged
 
 

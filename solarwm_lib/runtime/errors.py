@@ -82,6 +82,13 @@ EXIT_CODES: dict[int, str] = {
 }
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if host or device memory ran out; PyTorch reports host memory as a plain RuntimeError of its CPU allocator."""
+    host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    known = isinstance(error, MemoryError | MemoryExhausted)
+    return host or known or type(error).__name__ == "OutOfMemoryError"
+
+
 def of_exit_code(code: int) -> type[SolarError]:
     """Return the class whose exit code is `code`: an error told by another process or a record is raised as itself."""
     return next((kind for kind in SolarError.__subclasses__() if kind.exit_code == code), SolarError)

@@ -10,14 +10,22 @@ import logging
 import os
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from solarwm_lib.runtime.errors import ArtifactError
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Below this size the hand-over to another thread costs more than it hides.
+_PARALLEL_BYTES = 2**20
+# More than this is not held back for the thread that hashes.
+_UNHASHED_BYTES = 2**26
 
 log = logging.getLogger(__name__)
 
@@ -136,12 +144,15 @@ class HashingWriter(io.BufferedIOBase):
     """Sequential writer of one new file: hashes what passes, fsyncs at close, then reports
     its size in bytes and its SHA-256.
 
+    Large pieces are hashed by a second thread while this one writes (hashlib and write both release the lock).
     Leaving its `with` block by an exception discards the file instead: a half-written member is never reported.
     """
 
     def __init__(self, path: Path, done: Callable[[int, str], None]) -> None:
         self._path, self._done = path, done
         self._hash, self._size = hashlib.sha256(), 0
+        self._hasher: ThreadPoolExecutor | None = None
+        self._unhashed: deque[tuple[Future[None], int]] = deque()
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115
 
     def writable(self) -> bool:
@@ -151,11 +162,37 @@ class HashingWriter(io.BufferedIOBase):
         return self._size
 
     def write(self, data: Any) -> int:
+        """Write `data`, whose memory may change when this returns."""
+        written = self.write_stable(data)
+        self._wait_for_hash(0)
+        return written
+
+    def write_stable(self, data: Any) -> int:
+        """Write `data`, whose memory must not change before the file is closed: its hash may come later."""
         view = memoryview(data).cast("B")
+        if view.nbytes < _PARALLEL_BYTES and not self._unhashed:
+            self._hash.update(view)
+        else:
+            self._unhashed.append((self._second_thread().submit(self._hash.update, view), view.nbytes))
         self._file.write(view)
-        self._hash.update(view)
         self._size += view.nbytes
+        self._wait_for_hash(_UNHASHED_BYTES)
         return view.nbytes
+
+    def _second_thread(self) -> ThreadPoolExecutor:
+        if self._hasher is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._hasher = ThreadPoolExecutor(1, "sha256")
+        return self._hasher
+
+    def _wait_for_hash(self, most: int) -> None:
+        """Wait until at most `most` written bytes are not hashed yet."""
+        waiting = sum(size for _, size in self._unhashed)
+        while self._unhashed and (waiting > most or self._unhashed[0][0].done()):
+            hashed, size = self._unhashed.popleft()
+            hashed.result()
+            waiting -= size
 
     def flush(self) -> None:
         if not self._file.closed:
@@ -168,19 +205,26 @@ class HashingWriter(io.BufferedIOBase):
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
-            self._file.close()
-            super().close()
+            self._release()
+        self._wait_for_hash(0)
         self._done(self._size, self._hash.hexdigest())
 
     def discard(self) -> None:
         """Close without reporting and remove the file."""
         if not self.closed:
             try:
-                self._file.close()
+                self._release()
             except OSError:
                 log.debug("closing a discarded file failed", exc_info=True)
-            super().close()
             self._path.unlink(missing_ok=True)
+
+    def _release(self) -> None:
+        try:
+            self._file.close()
+        finally:
+            if self._hasher is not None:
+                self._hasher.shutdown()
+            super().close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 from solarwm_lib import __version__, artifacts
 from solarwm_lib.artifacts import json_bytes, write_atomic
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, Preempted, SolarError
+from solarwm_lib.runtime.lifeline import StopNow
 from solarwm_lib.runtime.lock import RUN_LOCK, exclusive
+from solarwm_lib.runtime.watchdog import last_words
 
 if TYPE_CHECKING:
     from solarwm_lib.config.load import Resolved
@@ -77,11 +79,14 @@ def launch(action: str, resolved: Resolved, *, until_step: int | None = None) ->
         return 0
     with exclusive(records / RUN_LOCK, "working"):
         attempt = Attempt.begin(action, resolved, records, topology, until_step)
+        last_words.append(attempt.end)
         try:
             operation()
         except BaseException as error:
             attempt.end(error)
             raise
+        finally:
+            last_words.remove(attempt.end)
         attempt.end(None)
     return 0
 
@@ -146,10 +151,10 @@ class Attempt:
             outcome: dict[str, Any] = {"status": "complete", "exit_code": 0}
         else:
             outcome = {
-                "status": "preempted" if isinstance(error, Preempted) else "failed",
+                "status": "preempted" if isinstance(error, Preempted | StopNow) else "failed",
                 "exit_code": _exit_code(error),
                 "error_type": type(error).__name__,
-                "error_kind": error.kind if isinstance(error, SolarError) else "bug",
+                "error_kind": error.kind if isinstance(error, SolarError | StopNow) else "bug",
                 "message": str(error),
             }
         ended = {"ended": _now(), "seconds": round(time.monotonic() - self._started, 3)}
@@ -282,6 +287,8 @@ def _exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, StopNow):
+        return Preempted.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     return 1

@@ -2,6 +2,9 @@
 
 `manifest.json` binds members, schema, identity and parents; `COMPLETE.json` is the same content plus the manifest's SHA-256.
 Both are deterministic text, so a marker can be derived again from its manifest and is checked byte for byte.
+
+A checkpoint may be thinned: `THINNED.json` beside the marker lists members that were dropped on purpose (never weights). The
+other two files stay as they are, so whatever refers to the checkpoint by their digests still holds.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -23,10 +26,15 @@ from solarwm_lib.runtime.owner import OWNER
 
 MARKER = "COMPLETE.json"
 MANIFEST = "manifest.json"
+THINNED = "THINNED.json"
 FORMAT = "solarwm.artifact.v1"
 SCHEMA = re.compile(r"[a-z0-9][a-z0-9._-]*\.v[0-9]+")
 
-_RESERVED = (MARKER, MANIFEST, OWNER)
+# What a THINNED.json may list: state that only going on with a training needs. Anything else missing is damage.
+DROPPABLE = {"solarwm.checkpoint.v1": re.compile(r"(critic_)?optimizer(-\d{5}-of-\d{5})?\.safetensors")}
+
+_THINNED_FORMAT = "solarwm.thinned.v1"
+_RESERVED = (MARKER, MANIFEST, THINNED, OWNER)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -50,7 +58,10 @@ class Parent:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A published artifact whose marker was read and checked. `digest` is the SHA-256 of the marker's bytes."""
+    """A published artifact whose marker was read and checked. `digest` is the SHA-256 of the marker's bytes.
+
+    `members` are all that were published; `dropped` those of them that a thinning removed, or was about to.
+    """
 
     path: Path
     schema: str
@@ -58,15 +69,20 @@ class Artifact:
     members: tuple[Member, ...]
     parents: tuple[Parent, ...]
     digest: str
+    dropped: tuple[Member, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Payload size in bytes."""
-        return sum(member.bytes for member in self.members)
+        """Payload size in bytes, without what was dropped."""
+        return sum(member.bytes for member in self.members) - sum(member.bytes for member in self.dropped)
 
     def file(self, member: str) -> Path:
-        """Path of a member; ArtifactError with the nearest names if the artifact does not list it."""
+        """Path of a member; ArtifactError with the nearest names if the artifact does not list it, or if it was dropped."""
         names = [m.path for m in self.members]
+        if any(m.path == member for m in self.dropped):
+            raise ArtifactError(
+                f"{self.path}: member {member!r} was dropped when the artifact was thinned ({THINNED})"
+            )
         if member not in names:
             near = difflib.get_close_matches(member, names, n=3, cutoff=0.3) or names[:3]
             raise ArtifactError(f"{self.path}: no member {member!r}; nearest: {', '.join(near) or 'none'}")
@@ -126,6 +142,45 @@ def manifest_of(
         "members": [asdict(member) for member in members],
         "parents": [asdict(parent) for parent in parents],
     }
+
+
+def thinned_bytes(marker_digest: str, dropped: Sequence[Member]) -> bytes:
+    """Bytes of the `THINNED.json` that belongs to a marker."""
+    listed = [asdict(member) for member in sorted(dropped, key=lambda m: m.path)]
+    return json_bytes({"format": _THINNED_FORMAT, "marker_sha256": marker_digest, "dropped": listed})
+
+
+def read_dropped(
+    directory: Path, schema: str, members: Sequence[Member], marker_digest: str
+) -> tuple[Member, ...]:
+    """Return the members that `THINNED.json` says were dropped, () without that file.
+
+    ArtifactError unless it is of this marker, unedited, and lists only members that may be dropped.
+    """
+    path = directory / THINNED
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        dropped = tuple(Member(**member) for member in json.loads(data)["dropped"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"{path}: damaged ({type(error).__name__}: {error}); restore it from a copy"
+        ) from None
+    if data != thinned_bytes(marker_digest, dropped):
+        raise ArtifactError(
+            f"{path}: was edited or does not belong to {MARKER} beside it; restore it from a copy"
+        )
+    allowed = DROPPABLE.get(schema)
+    for member in dropped:
+        if member not in members or allowed is None or not allowed.fullmatch(member.path):
+            raise ArtifactError(
+                f"{path}: lists {member.path!r}, which a {schema} never drops; the file was edited, restore the member"
+            )
+    return dropped
 
 
 def marker_bytes(manifest: dict[str, Any], manifest_data: bytes) -> bytes:
@@ -235,18 +290,27 @@ def check_members(directory: Path, members: Sequence[Member], deep: bool, elsewh
                 "it is truncated or was changed, restore a copy"
             )
     if deep:
-        _check_digests(directory, members)
+        check_digests(directory, members)
 
 
-def _check_digests(directory: Path, members: Sequence[Member]) -> None:
+def check_digests(directory: Path, members: Sequence[Member]) -> None:
+    """Compare the content of `members` with their SHA-256; ArtifactError names the first that differs or cannot be read."""
     from concurrent.futures import ThreadPoolExecutor  # hashlib releases the lock; network reads overlap
 
     def digest_of(member: Member) -> str:
-        with open(directory / member.path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with open(directory / member.path, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ArtifactError(
+                f"{directory}: member {member.path!r} cannot be read ({error.strerror})"
+            ) from None
 
+    ordered = sorted(
+        members, key=lambda member: -member.bytes
+    )  # the largest first, so that none is left over
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for member, found in zip(members, pool.map(digest_of, members), strict=True):
+        for member, found in zip(ordered, pool.map(digest_of, ordered), strict=True):
             if found != member.sha256:
                 raise ArtifactError(
                     f"{directory}: member {member.path!r} has the right size and other content "
@@ -264,9 +328,17 @@ def read(path: Path | str, schema: str | None = None, *, elsewhere: str = "") ->
 
 
 def verify(
-    path: Path | str, deep: bool = False, *, schema: str | None = None, elsewhere: str = ""
+    path: Path | str,
+    deep: bool = False,
+    *,
+    schema: str | None = None,
+    elsewhere: str = "",
+    only: Collection[str] | None = None,
 ) -> Artifact:
-    """As `read`; `deep` also compares every member's SHA-256."""
+    """As `read`; `deep` also compares every member's SHA-256, or that of the members in `only`.
+
+    Members that `THINNED.json` lists as dropped may be absent; the artifact says which they are.
+    """
     directory = artifact_dir(path)
     marker = directory / MARKER
     try:
@@ -280,8 +352,29 @@ def verify(
     found_schema, identity, members, parents = contents(value)
     if schema is not None and found_schema != schema:
         raise ArtifactError(f"{directory}: schema is {found_schema!r}, expected {schema!r}")
-    check_members(directory, members, deep, elsewhere)
-    return Artifact(directory, found_schema, identity, members, parents, hashlib.sha256(data).hexdigest())
+    digest = hashlib.sha256(data).hexdigest()
+    dropped = check_payload(directory, found_schema, members, digest, elsewhere)
+    if deep:
+        kept = [m for m in members if m not in dropped and (only is None or m.path in only)]
+        check_digests(directory, [m for m in kept if not elsewhere or (directory / m.path).exists()])
+    return Artifact(directory, found_schema, identity, members, parents, digest, dropped)
+
+
+def check_payload(
+    directory: Path, schema: str, members: Sequence[Member], marker_digest: str, elsewhere: str = ""
+) -> tuple[Member, ...]:
+    """Check the sizes of all members that were not dropped; return those that were."""
+    dropped = read_dropped(directory, schema, members, marker_digest)
+    try:
+        check_members(directory, [m for m in members if m not in dropped], False, elsewhere)
+    except ArtifactError:
+        # A trainer may thin the checkpoint at this moment; it writes the list before it removes anything.
+        now = read_dropped(directory, schema, members, marker_digest)
+        if now == dropped:
+            raise
+        dropped = now
+        check_members(directory, [m for m in members if m not in dropped], False, elsewhere)
+    return dropped
 
 
 def _absent_message(directory: Path) -> str:

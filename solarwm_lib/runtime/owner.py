@@ -6,6 +6,7 @@ are reused. Only when boot and namespace are ours does the PID decide; otherwise
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -65,6 +66,22 @@ def this_process() -> dict[str, Any]:
         "pid": pid,
         "start": start_time(pid),
     }
+
+
+def command_digest(pid: int) -> str | None:
+    """SHA-256 of a process's command line, 16 hexadecimal digits; None if it is gone or cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        if os.path.exists("/proc/self/cmdline"):
+            return None
+        import psutil
+
+        try:
+            words = "\0".join([*psutil.Process(pid).cmdline(), ""]).encode()
+        except psutil.Error:
+            return None
+    return hashlib.sha256(words).hexdigest()[:16] if words else None
 
 
 def write_owner(directory: Path) -> None:

@@ -80,7 +80,7 @@ class Batches:
         self.workers = workers
         self.source, self._device = source, device
         self._plan = source.clips.plan
-        self._peers = Peers(topology or Topology())
+        self.peers = Peers(topology or Topology())
         self._kept: ByteCache[tuple[int, int], EncodedClip] = ByteCache(cache_bytes, EncodedClip.bytes)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="clips") if workers else None
         self._ahead: dict[int, Future[_Read]] = {}
@@ -160,7 +160,7 @@ class Batches:
         pending = {index: 0 for index in indices}
         while pending:
             reads = {index: self._await(index, attempt) for index, attempt in pending.items()}
-            agreed = self._peers.agree([read.failed for read in reads.values()])
+            agreed = self.peers.agree([read.failed for read in reads.values()])
             retry: dict[int, int] = {}
             for (index, read), failed in zip(reads.items(), agreed, strict=True):
                 # Guards decide alike everywhere, but a peer that failed did not get as far as the others.

@@ -5,25 +5,57 @@ Members (`INVENTORY`): `model.safetensors` (live weights), `ema.safetensors` (fl
 weights and optimizer (`STAGE2_INVENTORY`), and its teacher stays where it came from. A member that is missing is an error
 naming it. Everything is checked in this order: marker and digests before any model exists, names
 and shapes of tensors (from the headers) before any tensor is read, then the counters against each other.
+
+Members hold whole tensors, also when parameters lie in parts over many ranks, rather than torch.distributed.checkpoint's
+shards: any world size, strategy or safetensors tool reads them, nothing is unpickled, and equal states are equal bytes.
+Parts then only say who wrote what (`members`, `writing`); what is kept and what goes is `retention`'s.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from solarwm_lib import artifacts
-from solarwm_lib.artifacts import Artifact, Transaction, json_bytes
+from solarwm_lib.artifacts import THINNED, Artifact, Member, Transaction, json_bytes
 from solarwm_lib.runtime.errors import ArtifactError
+from solarwm_lib.training import writing
+from solarwm_lib.training.members import (
+    copy_into,
+    files_of,
+    header,
+    load_into,
+    load_tensors,
+    members_in,
+    part_names,
+    size_of,
+    write_safetensors,
+)
 from solarwm_lib.training.optim import SLOTS
+from solarwm_lib.training.writing import Writers
+
+__all__ = [
+    "Candidate",
+    "State",
+    "Tensors",
+    "copy_into",
+    "files_of",
+    "load_into",
+    "load_tensors",
+    "load_weights",
+    "open_verified",
+    "read_state",
+    "save",
+    "weight_files",
+    "write_safetensors",
+]
 
 SCHEMA = "solarwm.checkpoint.v1"
 MODEL, EMA, OPTIMIZER, STATE = "model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"
@@ -31,18 +63,7 @@ CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 INVENTORY = (MODEL, EMA, OPTIMIZER, STATE)
 STAGE2_INVENTORY = (*INVENTORY[:-1], CRITIC, CRITIC_OPTIMIZER, STATE)
 WEIGHTS = {"live": MODEL, "ema": EMA}
-_REMOVED = ".removed"
 _STEP_NAME = re.compile(r"(?:checkpoint_model|step)_(\d{6,})")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -88,8 +109,7 @@ class Tensors:
     def bytes(self) -> int:
         """Payload bytes a save needs, headers included."""
         return sum(
-            len(_header(tensors)) + sum(t.numel() * t.element_size() for t in tensors.values())
-            for tensors in self.members().values()
+            len(header(tensors)) + sum(map(size_of, tensors.values())) for tensors in self.members().values()
         )
 
 
@@ -112,64 +132,79 @@ def save(
     parents: list[Path],
     expected_bytes: int = 0,
 ) -> Artifact:
-    """Publish one checkpoint at `target` (absent or empty).
+    """Publish one checkpoint of whole tensors at `target` (absent or empty).
 
     Raises ArtifactError before anything is written when less space is free than the members need, and when the disk
     fills up on the way; earlier checkpoints are never touched by a save.
     """
+    held, transaction = begin(target, tensors, identity, parents, expected_bytes)
+    return writing.write_main(held, transaction, tensors.members(), extra(state), Writers((0,), 0))
+
+
+def begin(
+    target: Path, tensors: Tensors, identity: dict[str, Any], parents: list[Path], expected_bytes: int = 0
+) -> tuple[ExitStack, Transaction]:
+    """Open the transaction of a save and return (what leaves it, the transaction); ArtifactError for too little space."""
     needed = max(expected_bytes, tensors.bytes()) + 2**16
-    with Transaction(target, SCHEMA, identity, parents, expected_bytes=needed) as transaction:
-        for member, values in tensors.members().items():
-            with transaction.open(member) as stream:
-                write_safetensors(stream, values)
-        transaction.write_bytes(STATE, json_bytes(asdict(state)))
-    return transaction.artifact
+    with ExitStack() as stack:
+        transaction = stack.enter_context(
+            Transaction(target, SCHEMA, identity, parents, expected_bytes=needed)
+        )
+        return stack.pop_all(), transaction
 
 
-def write_safetensors(stream: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write `tensors` in the safetensors format, one at a time: the peak is one tensor, not a copy of the model.
-
-    Tensors are ordered by element size (largest first, so all are aligned) and name; equal tensors give equal bytes.
-    """
-    stream.write(_header(tensors))
-    for name in _order(tensors):
-        stream.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-
-
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in _order(tensors):
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+def extra(state: State) -> dict[str, bytes]:
+    """The members of a save that are no tensors."""
+    return {STATE: json_bytes(asdict(state))}
 
 
 def open_verified(path: Path, inventory: Sequence[str] = INVENTORY, *, deep: bool = True) -> Artifact:
-    """Return the checkpoint at `path` after comparing every member with its digest and the `inventory`.
+    """Return the checkpoint at `path` after comparing its members with their sizes, digests (without `deep` only that of
+    `state.json`) and the `inventory`.
 
-    Raises ArtifactError naming the member that is missing, truncated or of other content. No tensor is read.
+    Raises ArtifactError naming the member or the part that is missing, truncated, dropped or of other content. No tensor is read.
     """
-    artifact = artifacts.verify(path, deep=deep, schema=SCHEMA)
-    present = {member.path for member in artifact.members}
+    artifact = artifacts.verify(path, deep=True, schema=SCHEMA, only=None if deep else {STATE})
+    files = [member.path for member in artifact.members]
+    present = members_in(files)
     if missing := [member for member in inventory if member not in present]:
         raise ArtifactError(
             f"{artifact.path}: member {missing[0]} is missing from the checkpoint (it holds "
             f"{', '.join(sorted(present))}); full resume needs {', '.join(inventory)}"
         )
+    for member in inventory:
+        part_names(member, files, artifact.path)
+    if dropped := members_in(member.path for member in artifact.dropped) & set(inventory):
+        raise ArtifactError(
+            f"{artifact.path}: was thinned ({THINNED}): its {', '.join(sorted(dropped))} is gone, so training cannot go on "
+            f"from it; {_nearest_full(artifact)}"
+        )
     return artifact
+
+
+def _nearest_full(thinned: Artifact) -> str:
+    """Say which published checkpoint beside `thinned`, of its step or before, still has everything."""
+    step = step_of(thinned.path)
+    for candidate in candidates(thinned.path.parent, step)[0] if step is not None else []:
+        if not candidate.rolling and not (candidate.path / THINNED).exists():
+            return f"the nearest full one before it is {candidate.path.name}: move later ones away to go on from that"
+    return "no full one is before it; its weights still start a new run (checkpoint.mode weights_only)"
+
+
+def verify_share(artifact: Artifact, rank: int, count: int, only: Collection[str] | None = None) -> None:
+    """Compare the digests of this rank's share, by bytes, of the members of `artifact` (of those in `only`).
+
+    `count` ranks compare all of them. Raises ArtifactError naming the member.
+    """
+    loads = [0] * count
+    mine: list[Member] = []
+    wanted = [m for m in artifact.members if m not in artifact.dropped and (only is None or m.path in only)]
+    for member in sorted(wanted, key=lambda m: (-m.bytes, m.path)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += member.bytes
+        if lightest == rank:
+            mine.append(member)
+    artifacts.check_digests(artifact.path, mine)
 
 
 def read_state(artifact: Artifact) -> State:
@@ -183,34 +218,6 @@ def read_state(artifact: Artifact) -> State:
             f"{path}: state fields missing {sorted(names - found) or 'none'}, unknown {sorted(found - names) or 'none'}"
         )
     return State(**values)
-
-
-def load_tensors(
-    path: Path, expected: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
-    """Read one tensor member whose names and shapes must be exactly those of `expected`.
-
-    Names, shapes and dtypes come from the header, so a file of another model is refused before its tensors are read.
-    """
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="pt", device=str(device)) as file:
-        _compare_names(path, set(file.keys()), set(expected))
-        for name, tensor in expected.items():
-            part = file.get_slice(name)
-            if list(part.get_shape()) != list(tensor.shape) or part.get_dtype() != _DTYPES[tensor.dtype]:
-                raise ArtifactError(
-                    f"{path}: tensor {name} is {part.get_dtype()} {list(part.get_shape())}, the model has "
-                    f"{_DTYPES[tensor.dtype]} {list(tensor.shape)}; check model.architecture"
-                )
-        return {name: file.get_tensor(name) for name in expected}
-
-
-def _compare_names(path: Path, found: set[str], expected: set[str]) -> None:
-    if missing := sorted(expected - found):
-        raise ArtifactError(f"{path}: {len(missing)} tensors of the model are missing, first {missing[0]}")
-    if unknown := sorted(found - expected):
-        raise ArtifactError(f"{path}: {len(unknown)} tensors do not belong to the model, first {unknown[0]}")
 
 
 def optimizer_tensors(
@@ -228,24 +235,46 @@ def optimizer_tensors(
     return tensors
 
 
-@torch.no_grad()
-def copy_into(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy `values` into the tensors of `targets` of the same names."""
-    for name, target in targets.items():
-        target.copy_(values[name])
+def weight_files(path: Path, roles: Sequence[str], source_step: int | None = None) -> dict[str, list[Path]]:
+    """Return role ("live", "ema") -> the files of its weights, verified to the last byte: every rank compares a share, once.
+
+    All ranks call this at the same point and raise the same error. Raises ArtifactError as `load_weights`.
+    """
+    from solarwm_lib.training import collectives
+
+    files: dict[str, list[Path]] = {}
+    failure: ArtifactError | None = None
+    try:
+        files = _verified_files(path, roles, source_step, collectives.rank(), collectives.world_size())
+    except ArtifactError as error:
+        failure = error
+    collectives.agree(failure)
+    return files
 
 
 def load_weights(
     path: Path, role: str, expected: Mapping[str, torch.Tensor], source_step: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read the `role` ("live" or "ema") weights of a checkpoint, for initialisation or inference.
+    """Return the `role` ("live" or "ema") weights of a checkpoint, mapped from its files, for inference in this process.
 
-    Raises ArtifactError if the checkpoint does not verify, is not of `source_step`, lacks the role (an average that
-    was never updated is not a result), or belongs to another model.
+    Only what is read is verified to the last byte: the role's members and `state.json`. Raises ArtifactError if the
+    checkpoint does not verify, is not of `source_step`, lacks the role (an average that was never updated is not a result),
+    or belongs to another model.
     """
-    artifact = artifacts.verify(path, deep=True, schema=SCHEMA)
-    check_role(path, read_state(artifact), role, source_step)
-    return load_tensors(artifact.file(WEIGHTS[role]), expected)
+    return load_tensors(_verified_files(path, [role], source_step, 0, 1)[role], expected)
+
+
+def _verified_files(
+    path: Path, roles: Sequence[str], source_step: int | None, rank: int, count: int
+) -> dict[str, list[Path]]:
+    artifact = artifacts.read(path, SCHEMA)
+    state = read_state(artifact)
+    for role in roles:
+        check_role(path, state, role, source_step)
+    files = {role: files_of(artifact, WEIGHTS[role]) for role in roles}
+    names = {file.name for found in files.values() for file in found}
+    verify_share(artifact, rank, count, {STATE, *names})
+    return files
 
 
 def check_role(
@@ -283,7 +312,7 @@ def candidates(run_dir: Path, until_step: int) -> tuple[list[Candidate], list[Pa
     """
     complete: list[Candidate] = []
     unfinished: list[Path] = []
-    for path, rolling in _save_directories(run_dir):
+    for path, rolling in save_directories(run_dir):
         step = step_of(path)
         if step is None or step > until_step:
             continue
@@ -298,30 +327,15 @@ def newest_published(run_dir: Path) -> int:
     """Return the step of the newest published checkpoint, 0 if there is none."""
     steps = (
         step_of(path)
-        for path, rolling in _save_directories(run_dir)
+        for path, rolling in save_directories(run_dir)
         if not rolling and (path / artifacts.MARKER).exists()
     )
     return max((step for step in steps if step is not None), default=0)
 
 
-def _save_directories(run_dir: Path) -> Iterator[tuple[Path, bool]]:
+def save_directories(run_dir: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield (directory, whether it is a rolling save) of everything that looks like a save; names decide, never times."""
     for parent, rolling in ((run_dir, False), (run_dir / "rolling", True)):
         for path in sorted(parent.iterdir()) if parent.is_dir() else []:
             if path.is_dir() and not path.name.startswith("."):
                 yield path, rolling
-
-
-def remove_rolling(run_dir: Path, newest_verified: int, keep: int) -> list[Path]:
-    """Remove rolling saves of steps up to `newest_verified`, keeping the newest `keep` of them; return the removed.
-
-    A save is first renamed to a hidden name, so a crash on the way never leaves a half-removed directory in the place
-    of a save; leftovers of such a crash are swept here.
-    """
-    rolling = run_dir / "rolling"
-    saves = [c for c in candidates(run_dir, newest_verified)[0] if c.rolling]
-    removed = [candidate.path for candidate in saves[keep:]]
-    for path in removed:
-        path.rename(rolling / f".{path.name}{_REMOVED}")
-    for leftover in rolling.glob(f".*{_REMOVED}") if rolling.is_dir() else []:
-        shutil.rmtree(leftover)
-    return removed

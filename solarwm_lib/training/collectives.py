@@ -14,7 +14,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from solarwm_lib.runtime.errors import DistributedError, SolarError, of_exit_code
+from solarwm_lib.runtime.connection import connection
+from solarwm_lib.runtime.errors import SolarError, of_exit_code
+from solarwm_lib.runtime.process import waiting
 from solarwm_lib.training.topology import Topology
 
 T = TypeVar("T")
@@ -43,14 +45,14 @@ def process_group(topology: Topology, timeout_seconds: float = 3600.0) -> Iterat
 
 @contextmanager
 def _connection(what: str) -> Iterator[None]:
-    """Turn a broken or timed-out connection into a DistributedError that names the collective."""
-    try:
+    """As `connection`, and this rank's heartbeat says meanwhile that it waits."""
+    with connection(what), waiting(what):
         yield
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DistributedError(
-            f"{what} failed: {reason}; a peer has ended or cannot be reached: the first failing rank's message says why"
-        ) from error
+
+
+def rank() -> int:
+    """Number of this process among those that take part in collectives."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
@@ -67,6 +69,16 @@ def gather(values: list[float]) -> list[list[float]]:
     with _connection("exchanging the step status"):
         dist.all_gather(rows, mine)
     return [row.tolist() for row in rows]
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether `flag` is true on any rank."""
+    if world_size() == 1:
+        return flag
+    box = torch.tensor([float(flag)])
+    with _connection("exchanging a flag"):
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return bool(box.item())
 
 
 def agree(error: SolarError | None) -> None:

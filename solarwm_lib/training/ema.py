@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from solarwm_lib.runtime.errors import ArtifactError
+from solarwm_lib.training.sharding import local
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class EmaCadence:
 
 @dataclass
 class Ema:
-    """float32 shadow of named parameters and the number of updates it has seen."""
+    """float32 shadow of named parameters, in parts where they are, and the number of updates it has seen."""
 
     cadence: EmaCadence
     shadow: dict[str, torch.Tensor]
@@ -62,8 +63,8 @@ class Ema:
         if list(parameters) != self._names:
             changed = sorted(set(parameters) ^ set(self._names)) or ["(order)"]
             raise ArtifactError(f"EMA holds other parameters than the model: {', '.join(changed[:5])}")
-        shadow = list(self.shadow.values())
-        live = [p.detach().to(torch.float32) for p in parameters.values()]
+        shadow = [local(tensor) for tensor in self.shadow.values()]
+        live = [local(p.detach()).to(torch.float32) for p in parameters.values()]
         torch._foreach_lerp_(shadow, live, 1.0 - self.cadence.decay_at(completed_steps))
         self.updates += 1
         return True

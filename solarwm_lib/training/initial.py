@@ -161,25 +161,16 @@ def check_validated(student: Artifact | None, validations: Sequence[Path]) -> No
             )
 
 
-def role_weights(
-    role: str, source: Source, artifact: Artifact, parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the weights of a role for a network with `parameters`, after verifying the checkpoint to the last byte.
+def fill_role(role: str, source: Source, artifact: Artifact, parameters: Mapping[str, Tensor]) -> None:
+    """Set `parameters` to the weights of a role, after verifying the checkpoint to the last byte.
 
     The student's are those of a flow map without exactly its four second-time tensors. ArtifactError names a tensor that
     only one side has.
     """
+    from solarwm_lib.backbones import second_time
     from solarwm_lib.training import checkpoint
 
-    expected = dict(parameters)
-    if role == "student":
-        from solarwm_lib.backbones import second_time
-
-        expected |= {
-            name: parameters[name.replace(second_time.PREFIX, TIME_PREFIX)] for name in second_time.TENSORS
-        }
-    loaded = checkpoint.load_weights(artifact.path, source.weights[0], expected, source.step)
-    return {name: loaded[name] for name in parameters}
-
-
-TIME_PREFIX = "condition_embedder.time_embedder."
+    weights = source.weights[0]
+    files = checkpoint.weight_files(artifact.path, (weights,), source.step)[weights]
+    ignored = second_time.TENSORS if role == "student" else frozenset()
+    checkpoint.load_into(files, parameters, ignored=ignored, any_dtype=True)

@@ -48,6 +48,12 @@ class Loss:
 
 
 Objective = Callable[[Batch], Loss]
+# Called with a micro-batch and what was drawn for it, before the pass: raises if sequence-parallel peers hold others.
+Witness = Callable[[Batch, Any], None]
+
+
+def unwitnessed(batch: Batch, draws: Any) -> None:
+    """The witness of a process that shares its samples with nobody."""
 
 
 @dataclass

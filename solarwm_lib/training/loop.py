@@ -23,7 +23,7 @@ from solarwm_lib.data.failures import REASONS, BudgetSpent, Replacement
 from solarwm_lib.data.sampling import batch_digest, digest_text
 from solarwm_lib.runtime.errors import DataError, NonFiniteError, SolarError
 from solarwm_lib.runtime.process import Heartbeat, StopRequest, memory_bytes
-from solarwm_lib.training import collectives, diagnostics, optim
+from solarwm_lib.training import collectives, diagnostics, sharding
 from solarwm_lib.training.batches import Batch, Batches
 from solarwm_lib.training.learner import Learner, Loss, Objective, Relative
 from solarwm_lib.training.metrics import StepRecord
@@ -34,12 +34,16 @@ __all__ = ["Learner", "Loss", "Objective", "Relative", "Trainer", "Update", "fit
 
 @dataclass
 class _Share:
-    """What this rank computed of the current update. `aside`: gradients of the relative part, by parameter name."""
+    """What this rank computed of the current update. `aside`: gradients of the relative part, by parameter name.
+
+    `abandoned`: a clip could not be read or computed here or, where ranks wait for each other, on any rank.
+    """
 
     micro_batches: list[tuple[Batch, Loss]] = field(default_factory=list)
     data_seconds: float = 0.0
     error: SolarError | None = None
     aside: dict[str, torch.Tensor] = field(default_factory=dict)
+    abandoned: bool = False
 
     def loss_sum(self) -> float:
         return sum(loss.per_sample.double().sum().item() for _, loss in self.micro_batches)
@@ -106,6 +110,17 @@ class Trainer:
     heartbeat: Heartbeat
     stop: StopRequest
     failure_budget: int = 0
+    sharded: bool = False  # parameters lie in parts: gradients are means over all ranks when they come
+    save_agreed: bool = False  # some rank was asked (SIGUSR1) to save after this step and go on; all know
+    exhausted: Callable[[Exception, Batch], SolarError | None] | None = None  # names a lack of memory
+    background_failure: Callable[[], SolarError | None] = lambda: (
+        None
+    )  # of a save that a thread of this rank makes
+
+    @property
+    def coupled(self) -> bool:
+        """True if ranks wait for each other inside a forward pass: none may then leave it alone."""
+        return self.sharded or self.topology.sequence_parallel_size > 1
 
     def step(self) -> tuple[StepRecord, bool]:
         """Take one optimizer step; return its record and whether any rank was asked to stop.
@@ -131,18 +146,20 @@ class Trainer:
             gradients |= {f"{name} (relative)": gradient for name, gradient in share.aside.items()}
         else:
             gradients = learner.gradients()
-        local_norm = optim.gradient_norm(list(gradients.values()))
-
         self.heartbeat.beat("status", number, collective="all_gather")
-        status = self._exchange(learner, share, gradients, local_norm.item())
+        # A norm of parts is itself a collective, which a rank without gradients must not wait in.
+        norm = torch.tensor(math.nan) if share.abandoned else sharding.global_norm([*gradients.values()])
+        status = self._exchange(learner, share, gradients, norm.item())
         self.heartbeat.beat("reduce", number, collective="all_reduce")
         if share.aside:
             _add_relative(learner.parameters, share.aside, status.mean)
             gradients = learner.gradients()
         tensors = list(gradients.values())
-        collectives.average_(tensors)
-        known = collectives.world_size() == 1 and not share.aside
-        norm = local_norm if known else optim.gradient_norm(tensors)
+        if not self.sharded:
+            # Over sequence peers, too: each has its tokens' part of the gradient times their number.
+            collectives.average_(tensors)
+            if collectives.world_size() > 1 or share.aside:
+                norm = sharding.global_norm(tensors)
         if not math.isfinite(norm.item()):
             self._refuse(learner, share, gradients, "gradient (after averaging over ranks)", [0])
 
@@ -182,32 +199,66 @@ class Trainer:
         )
 
     def _compute(self, learner: Learner, objective: Objective, number: int) -> _Share:
-        """Forward and backward of this rank's micro-batches; a failure is kept until the peers know of it."""
+        """Forward and backward of this rank's micro-batches; a failure is kept until the peers know of it.
+
+        Where ranks wait for each other inside a pass, they agree before it that all have read their clips; what fails in the
+        pass itself is raised at once, because peers can learn of it only from the end of this process.
+        """
         share = _Share()
-        try:
-            for position, indices in enumerate(self.plan.micro_batches(number, self.topology.data_rank)):
-                waiting = time.perf_counter()
-                spent = failures.cost(self.learner.replaced) + failures.cost(
-                    failures.counts(share.replaced())
-                )
-                batch = self.batches.load(
-                    indices, self._following(number, position), self.failure_budget - spent
-                )
-                share.data_seconds += time.perf_counter() - waiting
+        for position, indices in enumerate(self.plan.micro_batches(number, self.topology.data_rank)):
+            waiting = time.perf_counter()
+            self.heartbeat.beat("data", self.learner.completed_steps, micro_batch=position)
+            batch = self._load(share, indices, self._following(number, position))
+            share.data_seconds += time.perf_counter() - waiting
+            share.abandoned = share.error is not None
+            if self.coupled:
+                share.abandoned = collectives.any_rank(share.abandoned)
+            if share.abandoned or batch is None:
+                break
+            self.heartbeat.beat("forward_backward", self.learner.completed_steps, micro_batch=position)
+            try:
                 loss = objective(batch)
-                self._backward(learner, loss, share.aside)
-                share.micro_batches.append((batch, loss))
+                self._backward(learner, loss, share)
+            except Exception as error:
+                known = self._known(error, batch)
+                if known is None:
+                    raise
+                if self.coupled:
+                    raise known from error
+                share.error, share.abandoned = known, True
+                break
+            share.micro_batches.append((batch, loss))
+        return share
+
+    def _known(self, error: Exception, batch: Batch) -> SolarError | None:
+        """Return what the peers are told of `error`; None for a bug."""
+        if isinstance(error, SolarError) or self.exhausted is None:
+            return error if isinstance(error, SolarError) else None
+        return self.exhausted(error, batch)
+
+    def _load(self, share: _Share, indices: range, following: list[int]) -> Batch | None:
+        """Return the micro-batch of `indices`; None, and the error in `share`, if it cannot be read."""
+        spent = failures.cost(self.learner.replaced) + failures.cost(failures.counts(share.replaced()))
+        try:
+            return self.batches.load(indices, following, self.failure_budget - spent)
         except BudgetSpent as error:
             share.error = self._spent([*share.replaced(), *error.replaced])
         except SolarError as error:
             share.error = error
-        return share
+        return None
 
-    def _backward(self, learner: Learner, loss: Loss, aside: dict[str, torch.Tensor]) -> None:
-        """Add the gradients of `loss` to the parameters', and those of its relative part to `aside`."""
-        relative, steps = loss.relative, self.plan.accumulation_steps
+    def _backward(self, learner: Learner, loss: Loss, share: _Share) -> None:
+        """Add the gradients of `loss` to the parameters'; those of its relative part go aside until its mean is known.
+
+        Parameters in parts have one backward pass, on all ranks alike: the mean is exchanged before it.
+        """
+        relative, steps, aside = loss.relative, self.plan.accumulation_steps, share.aside
         if relative is None:
             (loss.loss / steps).backward()
+            return
+        if self.sharded:
+            mean = _mean(collectives.gather([relative.total, float(relative.count)]))
+            (loss.loss + (1.0 if mean is None else mean) * relative.loss).backward()
             return
         if loss.loss.requires_grad:  # not so where every sample's loss is relative
             (loss.loss / steps).backward(retain_graph=relative.loss.requires_grad)
@@ -252,32 +303,32 @@ class Trainer:
         finite = math.isfinite(loss_sum) and all(map(math.isfinite, relative))
         # Sequence-parallel peers read the same samples: one of them reports for all.
         reports = self.topology.sequence_rank == 0
+        share.error = share.error or self.background_failure()
         status = [
             float(share.error is not None),
             float(not finite),
-            float(not math.isfinite(local_norm)),
-            float(self.stop.requested),
-            loss_sum if finite else 0.0,
+            float(not math.isfinite(local_norm) and not self.sharded),
+            2.0 if self.stop.requested else float(self.stop.save_requested),
+            loss_sum * reports if finite else 0.0,
             float(share.digest() * reports),
             *(float(mine.get(reason, 0) * reports) for reason in REASONS),
-            *(relative if finite else [0.0] * len(relative)),
-            float(share.zeroed()),
+            *(relative if finite and reports else [0.0] * len(relative)),
+            float(share.zeroed() * reports),
         ]
         rows = collectives.gather(status)
         if any(row[0] for row in rows):
             collectives.agree(share.error)
         totals = self._replaced_so_far(learner, share, [row[6:-4] for row in rows])
+        self.save_agreed |= any(row[3] == 1.0 for row in rows)
         for column, what in ((1, "loss"), (2, "gradient")):
             if bad := [rank for rank, row in enumerate(rows) if row[column]]:
                 self._refuse(learner, share, gradients, what, bad)
-        terms, total, count, zeroed = (
-            math.fsum(column) for column in zip(*(row[-4:] for row in rows), strict=True)
-        )
-        mean = total / count if count else None
+        terms, zeroed = (math.fsum(row[column] for row in rows) for column in (-4, -1))
+        mean = _mean([row[-3:-1] for row in rows])
         return _Status(
             loss=(sum(row[4] for row in rows) + (terms * mean if mean is not None else 0.0))
             / self.plan.global_batch_size,
-            stop=any(row[3] for row in rows),
+            stop=any(row[3] == 2.0 for row in rows),
             batch_digest=sum(int(row[5]) for row in rows),
             replaced=totals,
             mean=mean,
@@ -320,8 +371,8 @@ class Trainer:
                 "bad_ranks": bad_ranks,
                 "learning_rate": learner.learning_rate(learner.completed_steps),
                 "samples": samples,
-                "bad_gradients": diagnostics.bad_tensors(gradients),
-                "bad_parameters": diagnostics.bad_tensors(learner.parameters),
+                "bad_gradients": diagnostics.bad_tensors(sharding.locals_of(gradients)),
+                "bad_parameters": diagnostics.bad_tensors(sharding.locals_of(learner.parameters)),
             }
             dump = diagnostics.write_dump(self.run_dir, number + 1, self.topology.rank, content)
             error = NonFiniteError(
@@ -331,6 +382,12 @@ class Trainer:
             )
         learner.optimizer.zero_grad(set_to_none=True)
         collectives.agree(error)
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> float | None:
+    """Return the mean of all ranks' (sum, count); None where nothing was counted."""
+    total, count = (math.fsum(column) for column in zip(*rows, strict=True))
+    return total / count if count else None
 
 
 @torch.no_grad()
@@ -356,8 +413,8 @@ def fit(
 ) -> bool:
     """Step until `until_step` steps are completed; return False if a stop request ended the loop earlier.
 
-    `save` runs every `save_every_steps` completed steps (0: never), though not at `until_step`, where the caller
-    publishes. A stop request is honoured between steps; the caller saves.
+    `save` runs every `save_every_steps` completed steps (0: never) and when it was asked for (SIGUSR1), though not at
+    `until_step`, where the caller publishes. A stop request is honoured between steps and after a save; the caller saves.
     """
     learner = trainer.learner
     while learner.completed_steps < until_step:
@@ -367,7 +424,12 @@ def fit(
             break
         if stop:
             return False
-        if save_every_steps and learner.completed_steps % save_every_steps == 0:
+        due = save_every_steps and learner.completed_steps % save_every_steps == 0
+        if due or trainer.save_agreed:
+            # Before the save: a request that comes during it wants the state after it.
+            trainer.save_agreed = trainer.stop.save_requested = False
             trainer.heartbeat.beat("save", learner.completed_steps)
             save()
+            if collectives.any_rank(trainer.stop.requested):
+                return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,8 @@ from solarwm_lib.runtime.errors import ArtifactError
 
 FILE = "metrics.jsonl"
 PLOT = "curves.png"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,48 +51,127 @@ class MetricsLog:
     """Append-only `metrics.jsonl` of a run; each line is flushed, so a kill costs at most the line being written.
 
     Steps after `restored_step` describe state that was lost and is computed again, except those after `until_step` that
-    led to the checkpoint of `published_step`: they stay when an earlier checkpoint is made again.
+    led to the checkpoint of `published_step`: they stay when an earlier checkpoint is made again. What was lost becomes
+    an event. `tensorboard` also writes the numbers to the run's event files, whose failure costs a warning.
     """
 
     def __init__(
-        self, run_dir: Path, restored_step: int, until_step: int = 0, published_step: int = 0
+        self,
+        run_dir: Path,
+        restored_step: int,
+        until_step: int = 0,
+        published_step: int = 0,
+        *,
+        tensorboard: bool = False,
     ) -> None:
         self.path = run_dir / FILE
-        _keep(self.path, restored_step, range(until_step + 1, published_step + 1))
+        published = range(until_step + 1, published_step + 1)
+        lost = _keep(self.path, restored_step, published)
+        if lost:
+            seconds = sum(record["step_seconds"] for record in lost)
+            append_event(run_dir, "lost_steps", restored_step, steps=len(lost), seconds=seconds)
         self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        self._curves: Any = None
+        if tensorboard:
+            from solarwm_lib.training.tensorboard import TrainingCurves
+
+            later = [record for record in read(self.path) if record["step"] in published]
+            self._curves = TrainingCurves(run_dir, restored_step, later)
 
     def append(self, record: StepRecord) -> None:
         """Write one record."""
         self._file.write(json.dumps(asdict(record), sort_keys=True, allow_nan=False) + "\n")
         self._file.flush()
+        if self._curves is not None:
+            self._curves.add(asdict(record))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        if self._curves is not None:
+            self._curves.close()
 
 
-def _keep(path: Path, restored_step: int, published: range) -> None:
+def append_event(run_dir: Path, event: str, step: int, **facts: Any) -> None:
+    """Add an event to a run's file from any thread, also while a `MetricsLog` is open: a short line is one write.
+
+    `step` is the number of completed steps when it happened; `seconds` are those in which training stood still for it.
+    A file that cannot be written costs a warning: what happened is done, and an account of it must not undo it.
+    """
+    line = {"event": event, "step": step, "wall_time": time.time(), **facts}
+    try:
+        with open(run_dir / FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, sort_keys=True, allow_nan=False) + "\n")
+    except OSError as error:
+        log.warning("%s: the record of a %s was not written (%s)", run_dir / FILE, event, error)
+
+
+def _keep(path: Path, restored_step: int, published: range) -> list[dict[str, Any]]:
+    """Remove the step records of lost state from the file and return them; events are history and stay."""
     if not path.exists():
-        return
-    kept = [record for record in read(path) if record["step"] <= restored_step or record["step"] in published]
-    text = "".join(json.dumps(record, sort_keys=True) + "\n" for record in kept)
+        return []
+    kept: list[dict[str, Any]] = []
+    lost: list[dict[str, Any]] = []
+    for line in _lines(path):
+        stays = "event" in line or line["step"] <= restored_step or line["step"] in published
+        (kept if stays else lost).append(line)
+    text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept)
     if text.encode() != path.read_bytes():
         write_atomic(path, text.encode())
+    return lost
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file by step. A line cut by a kill can only be the last one and is left out."""
-    records = []
+    """Return the step records of a metrics file by step. A line cut by a kill can only be the last; it is left out."""
+    records = [line for line in _lines(path) if "event" not in line]
+    return sorted(records, key=lambda record: record["step"])
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file that are no step records, in file order: saves, lost steps."""
+    found = []
+    with open(path, "rb") as file:
+        for line in file:
+            # Steps are not parsed: there are many of them, and whoever watches a run asks often.
+            if b'"event"' in line and line.endswith(b"\n"):
+                try:
+                    found.append(json.loads(line))
+                except ValueError as error:
+                    raise ArtifactError(f"{path}: the line of an event is not JSON ({error})") from None
+    return [line for line in found if "event" in line]
+
+
+def read_tail(path: Path, count: int, block: int = 2**16) -> list[dict[str, Any]]:
+    """Return the last `count` step records in file order without reading the whole file; ArtifactError if damaged."""
+    size = path.stat().st_size
+    while True:
+        start = max(0, size - block)
+        with open(path, "rb") as file:
+            file.seek(start)
+            lines = file.read().split(b"\n")
+        # The first line of a piece is cut, the last is empty or still being written.
+        try:
+            records = [json.loads(line) for line in lines[1 if start else 0 : -1] if b'"event"' not in line]
+        except ValueError as error:
+            raise ArtifactError(f"{path}: a line near its end is not JSON ({error})") from None
+        if start == 0 or len(records) >= count:
+            return records[-count:]
+        block *= 4
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Parse all lines. ArtifactError for one that is not JSON, unless it is the last."""
+    found = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            found.append(json.loads(line))
         except ValueError:
             if number < len(lines):
                 raise ArtifactError(
                     f"{path}: line {number} is not JSON; the file was edited or damaged"
                 ) from None
-    return sorted(records, key=lambda record: record["step"])
+    return found
 
 
 def plot_curves(run_dir: Path) -> Path | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from solarwm_lib.training.sharding import local
+
 SLOTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -63,13 +65,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the global L2 norm of `gradients` as a 0-d float32 tensor; NaN or inf in any entry shows in it."""
-    norms = torch._foreach_norm([gradient.float() for gradient in gradients])
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
 def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, maximum: float) -> None:
     """Scale `gradients` in place so that their global norm `norm` does not exceed `maximum`."""
     scale = torch.clamp(maximum / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, scale)
+    torch._foreach_mul_([local(gradient) for gradient in gradients], scale)

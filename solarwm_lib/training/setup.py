@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 from solarwm_lib import artifacts
 from solarwm_lib.artifacts import Artifact
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError
-from solarwm_lib.training.topology import BatchPlan, Topology, from_environment
+from solarwm_lib.training.topology import BatchPlan, Topology, from_environment, mesh_shape
 
 if TYPE_CHECKING:
     import torch
 
     from solarwm_lib.backbones.protocol import Backbone, CausalBackbone
-    from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.load import Resolved
     from solarwm_lib.config.sections import Optimizer
     from solarwm_lib.data.dataset import RawClips
     from solarwm_lib.data.latents import LatentClips
     from solarwm_lib.training.batches import Batches
-    from solarwm_lib.training.learner import Learner, Objective
+    from solarwm_lib.training.learner import Learner, Objective, Witness
     from solarwm_lib.training.sources import LatentSource, OnlineSource
 
 GATE = 0.25  # weight of the second time embedding, as `backbones.second_time` has it
@@ -59,9 +58,10 @@ def refuse_unsupported(resolved: Resolved) -> None:
     rollout = forcing.rollout_latent_frames if forcing else None
     problems = (
         (not resolved.route.runs, f"route {resolved.route.key}", "config is checked, but only wan22_ti2v_5b and wan22_i2v_a14b train"),
-        (config.train.strategy != "replicate", f"train.strategy {config.train.strategy}", "use replicate"),
-        (config.distributed.sequence_parallel_size != 1,
-         f"distributed.sequence_parallel_size {config.distributed.sequence_parallel_size}", "use 1"),
+        (anyflow is not None and config.train.strategy != "replicate" and config.train.gradient_accumulation_steps > 1,
+         f"train.gradient_accumulation_steps {config.train.gradient_accumulation_steps} of AnyFlow with train.strategy "
+         f"{config.train.strategy}",
+         "use 1: the loss of some samples is in units of a mean over the whole step, known after the last micro-batch"),
         (mode != wanted, f"train.timestep_mode {mode} in {stage}", f"use {wanted}"),
         (anyflow is not None and anyflow.gate != GATE,
          f"train.anyflow.gate {anyflow.gate if anyflow else ''}", f"use {GATE}"),
@@ -156,6 +156,8 @@ def open_run(resolved: Resolved, run_dir: Path) -> Run:
 
     refuse_unsupported(resolved)
     topology, plan = topology_of(resolved)
+    sp = topology.sequence_parallel_size
+    mesh_shape(resolved.config.train.strategy, topology.world_size, topology.local_world_size, sp)
     inputs = read_inputs(resolved)
     found = inputs.roles if inputs.initial is None else {"initial": inputs.initial}
     initial.check(resolved, found, inputs.assets)
@@ -181,33 +183,6 @@ def make_deterministic(device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def build_backbone(resolved: Resolved, device: torch.device) -> Wan22:
-    """Load the float32 base weights in training mode; a flow map's second time starts as a copy of the first.
-
-    ConfigError for an attention executor that does not run on `device`.
-    """
-    from solarwm_lib.backbones import attention
-    from solarwm_lib.backbones.wan22 import Wan22
-    from solarwm_lib.config.architectures import load_architecture
-
-    config = resolved.config
-    architecture = load_architecture(config.model.architecture)
-    anyflow = config.train.anyflow is not None
-    executor = config.train.attention_executor
-    if executor == "flex" and device.type != "cuda":
-        raise ConfigError(
-            f"train.attention_executor: found flex, which has gradients on CUDA only, and this is {device.type}; use segments"
-        )
-    backbone = Wan22.from_pretrained(config.model.base_path, architecture, config.model, anyflow=anyflow).to(
-        device
-    )
-    attention.set_executor(backbone.transformer, executor)
-    backbone.train().requires_grad_(True)
-    if config.train.activation_checkpointing:
-        backbone.transformer.enable_gradient_checkpointing()  # type: ignore[attr-defined]
-    return backbone
-
-
 def build_learner(resolved: Resolved, backbone: Backbone, initial: Artifact | None) -> Learner:
     """Return parameters, optimizer and average at step 0, from base weights or from `initial` (weights_only).
 
@@ -219,30 +194,26 @@ def build_learner(resolved: Resolved, backbone: Backbone, initial: Artifact | No
 
     train = resolved.config.train
     parameters = dict(backbone.trainable())
-    stored: Mapping[str, torch.Tensor] = parameters
+    stored: Mapping[str, torch.Tensor] = parameters  # what a source without a second time holds
     if backbone.anyflow:
         from solarwm_lib.backbones import second_time
 
         stored = {name: p for name, p in parameters.items() if name not in second_time.TENSORS}
-    ema_weights = None
+    average_files: list[Path] = []
     if initial is not None and resolved.config.checkpoint.mode == "weights_only":
-        live_role, ema_role = _weight_roles(resolved.config.checkpoint.weights)
+        roles = _weight_roles(resolved.config.checkpoint.weights)
         source_step = resolved.config.checkpoint.source_step
-        ema_weights = checkpoint.load_weights(initial.path, ema_role, stored, source_step)
-        live = (
-            ema_weights
-            if live_role == ema_role
-            else checkpoint.load_weights(initial.path, live_role, stored, source_step)
-        )
-        checkpoint.copy_into(stored, live)
+        files = checkpoint.weight_files(initial.path, roles, source_step)
+        checkpoint.load_into(files[roles[0]], stored)
+        average_files = files[roles[1]]
         if backbone.anyflow:
             second_time.copy_time(backbone.transformer)
     cadence = EmaCadence(
         train.ema.decay, train.ema.start_step, train.ema.update_every, train.ema.warmup_steps
     )
     ema = Ema.of(parameters, cadence)
-    if ema_weights is not None:
-        checkpoint.copy_into({name: ema.shadow[name] for name in stored}, ema_weights)
+    if average_files:
+        checkpoint.load_into(average_files, {name: ema.shadow[name] for name in stored})
     optimizer = build_optimizer(train.optimizer, parameters)
     rate = schedule(train.optimizer, train.max_steps)
     return Learner(parameters, optimizer, ema, rate, train.optimizer.gradient_clip)
@@ -408,17 +379,21 @@ def build_objective(
     backbone: CausalBackbone,
     device: torch.device,
     negative_embeds: torch.Tensor | None = None,
+    same: Witness | None = None,
 ) -> Objective:
     """Return the loss of a micro-batch of Stage0.5 or Stage1; all its randomness is keyed by sample index.
 
-    `negative_embeds` `[1,L,D]` is what an AnyFlow guidance leads away from.
+    `negative_embeds` `[1,L,D]` is what an AnyFlow guidance leads away from; `same` sees every micro-batch and its draws.
     """
+    from solarwm_lib.training.learner import unwitnessed
+
+    same = same or unwitnessed
     if resolved.config.train.stage == "stage1":
         from solarwm_lib.training import stage1
 
         if resolved.config.train.anyflow is not None:
-            return stage1.forward_map(resolved, backbone, device, negative_embeds)
-        return stage1.flow_matching(resolved, backbone, device)
+            return stage1.forward_map(resolved, backbone, device, negative_embeds, same)
+        return stage1.flow_matching(resolved, backbone, device, same)
     import torch
 
     from solarwm_lib.objectives import flow_matching
@@ -438,6 +413,7 @@ def build_objective(
             image_condition_dropout=config.train.image_condition_dropout,
             num_train_timesteps=config.train.num_train_timesteps,
         )
+        same(batch, draws)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=lower_precision):
             output = flow_matching.loss(
                 backbone,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from solarwm_lib.objectives import anyflow, noise, teacher_forcing
-from solarwm_lib.training.learner import Loss, Relative
+from solarwm_lib.training.learner import Loss, Relative, Witness, unwitnessed
 
 if TYPE_CHECKING:
     from solarwm_lib.backbones.protocol import CausalBackbone
@@ -26,7 +26,9 @@ def arithmetic(resolved: Resolved, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=lower, cache_enabled=False)
 
 
-def flow_matching(resolved: Resolved, backbone: CausalBackbone, device: torch.device) -> Objective:
+def flow_matching(
+    resolved: Resolved, backbone: CausalBackbone, device: torch.device, same: Witness = unwitnessed
+) -> Objective:
     """Return the loss of a micro-batch under the baseline: one timestep per chunk."""
     config, causal = resolved.config, resolved.config.model.causal
     table = noise.schedule(config.model.timestep_shift, config.train.num_train_timesteps)
@@ -41,6 +43,7 @@ def flow_matching(resolved: Resolved, backbone: CausalBackbone, device: torch.de
             image_condition_dropout=config.train.image_condition_dropout,
             num_train_timesteps=config.train.num_train_timesteps,
         )
+        same(batch, draws)
         with arithmetic(resolved, device):
             output = teacher_forcing.loss(
                 backbone,
@@ -65,6 +68,7 @@ def forward_map(
     backbone: CausalBackbone,
     device: torch.device,
     negative_embeds: torch.Tensor | None,
+    same: Witness = unwitnessed,
 ) -> Objective:
     """Return the loss of a micro-batch under AnyFlow v1.5.
 
@@ -90,6 +94,7 @@ def forward_map(
             consistency_ratio=settings.consistency_ratio,
             num_train_timesteps=config.train.num_train_timesteps,
         )
+        same(batch, draws)
         with arithmetic(resolved, device):
             errors = anyflow.errors(
                 backbone,

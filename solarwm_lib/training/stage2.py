@@ -17,14 +17,18 @@ import torch
 
 from solarwm_lib.objectives import noise
 from solarwm_lib.objectives import self_gradient_forcing as sgf
-from solarwm_lib.training import checkpoint, initial, loop, setup
+from solarwm_lib.training import initial, loop, setup
 from solarwm_lib.training.checkpoint import Tensors
 from solarwm_lib.training.ema import Ema, EmaCadence
-from solarwm_lib.training.learner import Learner, Loss
+from solarwm_lib.training.learner import Learner, Loss, Witness, unwitnessed
 from solarwm_lib.training.metrics import StepRecord
+from solarwm_lib.training.network import build_backbone
+from solarwm_lib.training.sharding import WHOLE, Layout
 from solarwm_lib.training.stage1 import arithmetic
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from solarwm_lib.backbones.wan22 import Wan22
     from solarwm_lib.config.load import Resolved
     from solarwm_lib.config.sections import SelfGradientForcing
@@ -156,27 +160,36 @@ class Models:
     teacher: Wan22
     critic: Wan22
 
+    def set_sequence_group(self, group: ProcessGroup | None) -> None:
+        """Share the tokens of every pass of the three among `group`."""
+        for backbone in (self.student, self.teacher, self.critic):
+            backbone.set_sequence_group(group)
 
-def build(run: Run, device: torch.device, *, resumed: bool) -> tuple[Models, Distillation]:
+
+def build(
+    run: Run, device: torch.device, layout: Layout = WHOLE, *, resumed: bool
+) -> tuple[Models, Distillation]:
     """Return the networks with their initial weights and the learner at step 0.
 
+    A `layout` in parts holds for student and critic, and for the teacher unless `shard_teacher` is off.
     `resumed` leaves out the initial weights of student and critic, which a save then replaces. ArtifactError for a role
     checkpoint that does not verify or is of another network.
     """
     config = run.resolved.config
     settings = _settings(run.resolved)
     lower = config.train.precision == "bfloat16" and device.type == "cuda"
-    student = setup.build_backbone(run.resolved, device).eval()
-    critic = setup.build_backbone(run.resolved, device).eval()
-    teacher = setup.build_backbone(run.resolved, device).eval().requires_grad_(False)
+    student, critic = (
+        build_backbone(run.resolved, device, layout, base_weights=False).eval() for _ in range(2)
+    )
+    kept = layout if config.train.shard_teacher else WHOLE
+    teacher = build_backbone(run.resolved, device, kept, base_weights=False).eval().requires_grad_(False)
     teacher.transformer.disable_gradient_checkpointing()
-    if lower:
+    if lower and not kept.is_sharded:  # in parts it computes in bfloat16 as it is
         teacher.to(torch.bfloat16)
     for role, source in initial.sources(config).items():
         if role == "teacher" or not resumed:
             parameters = dict(getattr(Models(student, teacher, critic), role).trainable())
-            wide = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
-            checkpoint.copy_into(parameters, initial.role_weights(role, source, run.inputs.roles[role], wide))
+            initial.fill_role(role, source, run.inputs.roles[role], parameters)
     train, ratio = config.train, settings.critic_updates_per_student
     cadence = StudentCadence(
         train.ema.decay, train.ema.start_step, train.ema.update_every, train.ema.warmup_steps
@@ -219,7 +232,11 @@ def recipe(resolved: Resolved) -> sgf.Recipe:
 
 
 def objectives(
-    resolved: Resolved, models: Models, device: torch.device, negative_embeds: torch.Tensor | None
+    resolved: Resolved,
+    models: Models,
+    device: torch.device,
+    negative_embeds: torch.Tensor | None,
+    same: Witness = unwitnessed,
 ) -> tuple[Objective, Objective]:
     """Return the losses of a micro-batch of (student, critic). Of its latents only the first, the anchor, is looked at."""
     fixed = recipe(resolved)
@@ -228,6 +245,7 @@ def objectives(
 
     def parts(batch: Batch) -> tuple[torch.Tensor, sgf.Conditions, sgf.Draws]:
         draws = draw(tuple(batch.latents.shape[1:]), global_sample_indices=batch.indices)
+        same(batch, draws)
         conditions = sgf.Conditions(batch.prompt_embeds, batch.w2c, batch.intrinsics)
         return batch.latents[:, :1], conditions, draws
 

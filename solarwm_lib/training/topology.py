@@ -144,29 +144,43 @@ def sequence_groups(world_size: int, sequence_parallel_size: int) -> list[list[i
     return [list(range(first, first + sp)) for first in range(0, world_size, sp)]
 
 
-def data_groups(world_size: int, sequence_parallel_size: int) -> list[list[int]]:
-    """Return the data-parallel groups of raw ranks (stride: the sequence-parallel size)."""
-    sp = sequence_parallel_size
-    return [list(range(s, world_size, sp)) for s in range(sp)]
+@dataclass(frozen=True)
+class MeshShape:
+    """Processes along the axes of the device mesh: whole copies x parts of a copy x peers that share a sample."""
+
+    replicate: int
+    shard: int
+    sequence: int
+    shards: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts one copy of the parameters is cut: sequence peers hold parts of their own."""
+        return self.shard * self.sequence if self.shards else 1
 
 
-def hybrid_groups(
-    world_size: int, local_world_size: int, sequence_parallel_size: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return (shard groups inside a node, replica groups across nodes); formula of spec operations 8.2.
+def mesh_shape(
+    strategy: str, world_size: int, local_world_size: int, sequence_parallel_size: int = 1
+) -> MeshShape:
+    """Return the mesh of `train.strategy`; rank = (replicate * shards + shard) * sequences + sequence (spec operations 8.2).
 
-    Raises ConfigError unless there are at least two nodes and two replicas per node: with fewer, plain sharding is meant.
+    replicate: every process has all parameters. full_shard: one copy over the whole world. hybrid_shard: one copy inside each node.
+    Sequence-parallel peers hold different parts, too: the release shards among the ranks of one sequence position and adds up
+    the peers' gradients; over both axes the memory is smaller and the one reduction gives the same mean. A world of one
+    process shards nothing. Raises ConfigError for hybrid_shard on one node, or on nodes of one process: plain sharding is meant.
     """
-    local, sp = local_world_size, sequence_parallel_size
-    nodes, local_data = world_size // local, local // sp
-    if nodes < 2 or local_data < 2 or world_size % local or local % sp:
+    world, local, sp = world_size, local_world_size, sequence_parallel_size
+    if strategy == "replicate" or world == 1:
+        return MeshShape(world // sp, 1, sp)
+    if strategy == "full_shard":
+        return MeshShape(1, world // sp, sp, shards=True)
+    nodes = world // local
+    if nodes < 2 or local < 2:
         raise ConfigError(
-            f"hybrid sharding needs at least 2 nodes and 2 replicas per node; world {world_size}, {local} processes "
-            f"per node, sequence parallel {sp} give {nodes} node(s) with {local_data} replica(s)"
+            f"train.strategy: found hybrid_shard, which needs at least 2 nodes of at least 2 processes; world {world} with "
+            f"{local} processes per node is {nodes} node(s); use full_shard"
         )
-    shard = [[n * local + d * sp + s for d in range(local_data)] for n in range(nodes) for s in range(sp)]
-    replica = [[n * local + d * sp + s for n in range(nodes)] for d in range(local_data) for s in range(sp)]
-    return shard, replica
+    return MeshShape(nodes, local // sp, sp, shards=True)
 
 
 def _divisors(*numbers: int) -> str:

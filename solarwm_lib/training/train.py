@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from solarwm_lib import artifacts
 from solarwm_lib.artifacts import Artifact
+from solarwm_lib.runtime import lifeline
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, Preempted
 from solarwm_lib.runtime.lock import RUN_LOCK, exclusive
 from solarwm_lib.runtime.process import Heartbeat, StopRequest
+from solarwm_lib.runtime.watchdog import Watchdog
 from solarwm_lib.training import setup
 from solarwm_lib.training.setup import Run
 
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
     from solarwm_lib.config.load import Resolved
     from solarwm_lib.training.batches import Batches
-    from solarwm_lib.training.learner import Learner
+    from solarwm_lib.training.costs import Restart
+    from solarwm_lib.training.learner import Learner, Witness
     from solarwm_lib.training.loop import Trainer
     from solarwm_lib.training.saver import Saver
+    from solarwm_lib.training.sharding import Layout
     from solarwm_lib.training.stage2 import Distillation
 
 log = logging.getLogger(__name__)
@@ -51,83 +55,140 @@ def run(
         raise ConfigError(f"--until-step is {until_step}; expected at least 1")
     run = setup.open_run(resolved, run_dir)
 
-    from solarwm_lib.training import checkpoint
+    from solarwm_lib.training import checkpoint, diagnostics, sharding
     from solarwm_lib.training.collectives import on_main, process_group
+    from solarwm_lib.training.costs import Restart
     from solarwm_lib.training.saver import Saver
 
+    restart = Restart()
     target = run_dir / checkpoint.directory_name(until_step)
-    with StopRequest() as stop, process_group(run.topology) as device, ExitStack() as held:
+    world_size, hang_seconds = run.topology.world_size, resolved.config.runtime.hang_timeout_seconds
+    # Whether somebody still works is the watchdog's to say; the collectives' own limit must not come first.
+    patience = max(3600.0, 2 * hang_seconds)
+    with StopRequest() as stop, process_group(run.topology, patience) as device, ExitStack() as held:
         on_main(run.topology, lambda: held.enter_context(exclusive(run_dir / RUN_LOCK, "training")))
         setup.make_deterministic(device)
         heartbeat = Heartbeat(run_dir, run.topology.rank)
-
         heartbeat.beat("verify", 0)
+        lifeline.register(run.topology.rank, heartbeat.path)
+        reporter = diagnostics.Reporter(resolved, run_dir, run.topology.rank, world_size, heartbeat)
+        held.enter_context(Watchdog(heartbeat, run_dir, world_size, hang_seconds))
+        held.enter_context(reporter.explaining())
+
         identity = {**run.identity, "step": until_step}
         published = on_main(run.topology, lambda: artifacts.reissue(target, checkpoint.SCHEMA, identity))
         if published is not None:
             heartbeat.beat("complete", until_step)
             return published
-        source = on_main(run.topology, lambda: find_source(run, until_step, resume))
+        with restart.part("verify"):
+            source = find_source(run, until_step, resume)
 
         heartbeat.beat("build", 0)
-        learner, trainer_of = build(run, device, resumed=source is not None)
-        history = restore(run, learner, source) if source is not None else []
+        config = resolved.config
+        layout = sharding.layout(config.train.strategy, run.topology, device, config.train.precision)
+        learner, trainer_of = build(run, device, layout, resumed=source is not None)
+        history: list[dict[str, Any]] = []
+        if source is not None:
+            heartbeat.beat("load", 0)
+            with restart.part("load"):
+                history = restore(run, learner, source)
         saver = Saver(run, learner, source, history)
+        held.callback(saver.close)
         saver.require_space()
 
         if learner.completed_steps < until_step:
-            batches = setup.build_batches(resolved, device, run.topology)
-            fit(run, trainer_of(batches, heartbeat, stop), saver, until_step)
+            heartbeat.beat("data", learner.completed_steps)
+            with restart.part("seek"):
+                batches = setup.build_batches(resolved, device, run.topology)
+            trainer = trainer_of(batches, heartbeat, stop)
+            trainer.exhausted = reporter.exhausted
+            trainer.background_failure = saver.poll
+            fit(run, trainer, saver, until_step, restart)
 
         heartbeat.beat("publish", learner.completed_steps)
         artifact = saver.publish(target)
         if check_reload:
-            on_main(run.topology, lambda: saver.require_equal(artifact))
+            saver.require_equal(artifact)
         heartbeat.beat("complete", learner.completed_steps)
         return artifact
 
 
 def build(
-    run: Run, device: torch.device, *, resumed: bool
+    run: Run, device: torch.device, layout: Layout, *, resumed: bool
 ) -> tuple[Learner | Distillation, Callable[[Batches, Heartbeat, StopRequest], Trainer]]:
     """Return the learner of the run's stage at step 0, and what makes its trainer once there are batches."""
     from solarwm_lib.training import loop, prompts
+    from solarwm_lib.training.network import build_backbone
 
-    resolved = run.resolved
+    resolved, sharded = run.resolved, layout.is_sharded
     common = (run.plan, run.topology, run.run_dir)
     budget = resolved.config.data.failure_budget
 
     if resolved.route.stage == "stage2":
         from solarwm_lib.training import stage2
 
-        models, distillation = stage2.build(run, device, resumed=resumed)
+        models, distillation = stage2.build(run, device, layout, resumed=resumed)
 
         def distil(batches: Batches, heartbeat: Heartbeat, stop: StopRequest) -> Trainer:
+            models.set_sequence_group(batches.peers.group)
             negative = prompts.negative_embeds(resolved, batches.source, device)
-            student, critic = stage2.objectives(resolved, models, device, negative)
+            student, critic = stage2.objectives(
+                resolved, models, device, negative, _witness(distillation, batches)
+            )
             return stage2.DistillationTrainer(
-                distillation, critic, batches, *common, heartbeat, stop, budget, student_objective=student
+                distillation,
+                critic,
+                batches,
+                *common,
+                heartbeat,
+                stop,
+                budget,
+                sharded,
+                student_objective=student,
             )
 
         return distillation, distil
 
-    backbone = setup.build_backbone(resolved, device)
+    backbone = build_backbone(resolved, device, layout, base_weights=not resumed)
     learner = setup.build_learner(resolved, backbone, None if resumed else run.inputs.initial)
 
     def train(batches: Batches, heartbeat: Heartbeat, stop: StopRequest) -> Trainer:
+        backbone.set_sequence_group(batches.peers.group)
         negative = prompts.negative_embeds(resolved, batches.source, device)
-        objective = setup.build_objective(resolved, backbone, device, negative)
-        return loop.Trainer(learner, objective, batches, *common, heartbeat, stop, budget)
+        objective = setup.build_objective(resolved, backbone, device, negative, _witness(learner, batches))
+        return loop.Trainer(learner, objective, batches, *common, heartbeat, stop, budget, sharded)
 
     return learner, train
 
 
-def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
-    """Return the deep-verified save to continue from, None to start at step 0.
+def _witness(learner: Learner | Distillation, batches: Batches) -> Witness:
+    """Return what compares a micro-batch of `learner`'s next step and its draws with those of the sequence-parallel peers."""
+    return lambda batch, draws: batches.peers.same(learner.completed_steps + 1, batch, draws)
 
-    The newest complete save of the run up to `until_step` wins. One that does not verify is an error, never skipped:
-    silently going back would repeat hours without anybody noticing the damage.
+
+def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
+    """Return the deep-verified save to continue from, None to start at step 0; every rank compares its share of the digests.
+
+    The newest complete save of the run up to `until_step` wins, by its step, whatever its file times say. One that does not
+    verify is an error on all ranks, never skipped: silently going back would repeat hours without anybody noticing the damage.
     """
+    from solarwm_lib.training import checkpoint
+    from solarwm_lib.training.collectives import agree, on_main
+
+    found, advice = on_main(run.topology, lambda: _choose_source(run, until_step, resume))
+    if found is None:
+        return None
+    error: ArtifactError | None = None
+    try:
+        checkpoint.verify_share(found, run.topology.rank, run.topology.world_size)
+    except ArtifactError as failure:
+        error = ArtifactError(f"{failure}{advice}")
+    agree(error)
+    return found
+
+
+def _choose_source(run: Run, until_step: int, resume: str) -> tuple[Artifact | None, str]:
+    """Return the save to continue from, its digests not yet compared, and what to say if they differ."""
     from solarwm_lib.training import checkpoint
 
     complete, unfinished = checkpoint.candidates(run.run_dir, until_step)
@@ -139,14 +200,20 @@ def find_source(run: Run, until_step: int, resume: str) -> Artifact | None:
             f"for; use a new runtime.output_dir"
         )
     if not complete:
-        return _full_resume_source(run)
+        return _full_resume_source(run), ""
+    newest = complete[0]
+    older = f"; the next older one is {complete[1].path.name}" if complete[1:] else ""
+    advice = f", or remove {newest.path} to go on without it{older}"
     try:
-        artifact = checkpoint.open_verified(complete[0].path, inventory(run))
+        artifact = checkpoint.open_verified(newest.path, inventory(run), deep=False)
     except ArtifactError as error:
-        older = f"; the next older one is {complete[1].path.name}" if complete[1:] else ""
-        raise ArtifactError(f"{error}, or remove {complete[0].path} to go on without it{older}") from error
+        if (newest.path / artifacts.THINNED).exists():
+            raise
+        raise ArtifactError(f"{error}{advice}") from error
     setup.refuse_other_identity(artifact, run.identity)
-    return artifact
+    if (step := artifact.identity.get("step")) != newest.step:
+        raise ArtifactError(f"{newest.path}: holds step {step}; give the directory its own name back{advice}")
+    return artifact, advice
 
 
 def inventory(run: Run) -> tuple[str, ...]:
@@ -165,7 +232,7 @@ def _full_resume_source(run: Run) -> Artifact | None:
     settings, initial = run.resolved.config.checkpoint, run.inputs.initial
     if settings.mode != "full_resume" or initial is None:
         return None
-    artifact = checkpoint.open_verified(initial.path)
+    artifact = checkpoint.open_verified(initial.path, deep=False)
     inputs: dict[str, Any] = {
         key: run.identity[key] for key in ("dataset", "assets", "latents") if key in run.identity
     }
@@ -185,9 +252,11 @@ def _full_resume_source(run: Run) -> Artifact | None:
 def restore(run: Run, learner: Learner | Distillation, source: Artifact) -> list[dict[str, Any]]:
     """Load the whole state of `source` into `learner`; return its history.
 
-    Counters are compared with what the step implies, so a schedule, EMA or stream that restarted cannot go unnoticed.
+    Each rank reads the rows that it holds, whatever number of ranks wrote them. Counters are compared with what the step
+    implies, so a schedule, EMA or stream that restarted cannot go unnoticed.
     """
     from solarwm_lib.training import checkpoint
+    from solarwm_lib.training.collectives import agree
 
     state = checkpoint.read_state(source)
     step = state.completed_steps
@@ -214,34 +283,48 @@ def restore(run: Run, learner: Learner | Distillation, source: Artifact) -> list
         raise ArtifactError(
             f"{source.path}: its state does not fit step {step} of this run: {'; '.join(differences)}"
         )
-    device = next(iter(learner.parameters.values())).device
-    for member, targets in learner.tensors().members().items():
-        checkpoint.copy_into(targets, checkpoint.load_tensors(source.file(member), targets, device))
+    failure: ArtifactError | None = None
+    try:
+        for member, targets in learner.tensors().members().items():
+            checkpoint.load_into(checkpoint.files_of(source, member), targets)
+    except ArtifactError as error:
+        failure = error
+    agree(failure)
     learner.resume(step, state.ema_updates)
     learner.replaced = dict(state.run.get("replaced", {}))
     return state.history
 
 
-def fit(run: Run, trainer: Trainer, saver: Saver, until_step: int) -> None:
+def fit(run: Run, trainer: Trainer, saver: Saver, until_step: int, restart: Restart | None = None) -> None:
     """Step until `until_step` with metrics, progress and rolling saves; save and raise Preempted on a stop request."""
-    from solarwm_lib.training import checkpoint, loop
+    from solarwm_lib.training import checkpoint, collectives, loop
     from solarwm_lib.training.metrics import MetricsLog, Progress, StepRecord, plot_curves
 
     config, learner, is_main = run.resolved.config, trainer.learner, run.topology.is_main
     every = config.runtime.log_every_steps
-    published = checkpoint.newest_published(run.run_dir)
-    metrics = MetricsLog(run.run_dir, learner.completed_steps, until_step, published) if is_main else None
+    metrics: MetricsLog | None = None
+    if is_main:
+        published, curves = checkpoint.newest_published(run.run_dir), config.runtime.tensorboard
+        metrics = MetricsLog(run.run_dir, learner.completed_steps, until_step, published, tensorboard=curves)
     progress = Progress(learner.completed_steps, until_step, every, config.runtime.progress and is_main)
 
     def on_step(record: StepRecord) -> None:
         if metrics is not None and (record.step % every == 0 or record.step == until_step):
             metrics.append(record)
+        if is_main and restart is not None:
+            restart.tell(run.run_dir, record.step, record.step_seconds)
         progress.update(record)
 
     try:
+        if collectives.any_rank(trainer.stop.requested):
+            raise Preempted(
+                f"stopped at step {learner.completed_steps} of {until_step} on request, before a step was made; run the "
+                "same command again"
+            )
         every_save = config.checkpoint.rolling_save_every_steps
         if not loop.fit(trainer, until_step, on_step, saver.rolling, every_save):
-            saver.rolling()
+            trainer.heartbeat.beat("save", learner.completed_steps)
+            saver.rolling(at_once=True)
             reason = trainer.stop.signal_name or "by another rank"
             raise Preempted(
                 f"stopped after step {learner.completed_steps} of {until_step} on request ({reason}); the state is "

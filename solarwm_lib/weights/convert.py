@@ -377,7 +377,10 @@ def export_weights(
     shapes = inventory.transformer_shapes(arguments, facts.anyflow)
     from solarwm_lib.weights import tensors
 
-    weights = {name: tensors.from_safetensors([source.file(checkpoints.WEIGHTS[name])]) for name in wanted}
+    weights = {
+        name: tensors.from_safetensors(checkpoints.files_of(source, checkpoints.WEIGHTS[name]))
+        for name in wanted
+    }
     for name, part in weights.items():
         inventory.require(
             part.infos, shapes, f"{source.path}: {checkpoints.WEIGHTS[name]}", "model.architecture"
@@ -414,7 +417,7 @@ def roles_of(source: Artifact, state: Any) -> list[str]:
     """Return the roles a checkpoint can give: members that are there, the average only if it was ever updated."""
     from solarwm_lib.training import checkpoint
 
-    members = {member.path for member in source.members}
+    members = checkpoint.members_in(member.path for member in source.members)
     present = [role for role, member in checkpoint.WEIGHTS.items() if member in members]
     return [role for role in present if role == "live" or state.ema_updates > 0]
 

@@ -85,12 +85,12 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     state = checkpoint.read_state(artifact)
     facts = contract.checked(convert.facts_of(state.run, path), str(path))
     shapes = _shapes(facts)
-    members = {member.path for member in artifact.members}
+    members = checkpoint.members_in(member.path for member in artifact.members)
     roles, problems = {}, []
     for role, member in (*checkpoint.WEIGHTS.items(), ("critic", checkpoint.CRITIC)):
         if member not in members:
             continue
-        infos = inventory.read_header(artifact.file(member))[0]
+        infos = inventory.read_shards(checkpoint.files_of(artifact, member))[0]
         problems += [f"{member}: {problem}" for problem in inventory.problems(infos, shapes)]
         roles[role] = _role(infos, "diffusers")
     usable = convert.roles_of(artifact, state)
@@ -98,7 +98,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         problems.append(
             f"the EMA was never updated up to step {state.completed_steps}: role ema does not load"
         )
-    whole = set(checkpoint.INVENTORY) <= members
+    whole = set(checkpoint.INVENTORY) <= members and not artifact.dropped
     loads = _uses(facts, usable, "as it is")
     if whole and facts.stage == "stage2":
         loads.insert(0, _load("its own run", "live+ema", "which goes on from it by itself"))

@@ -1,4 +1,4 @@
-"""A pass dealt to two processes is the pass of one: same cases, same latents within rounding, one artifact."""
+"""A pass of two processes, each with its slots or both on every slot, is the pass of one: same latents within rounding, one artifact."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,11 +22,14 @@ from solarwm_lib.training import train
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_two_processes_publish_what_one_does(tiny_world: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_two_processes_publish_what_one_does(tiny_world: Any, tmp_path: Path, sequence_parallel: int) -> None:
     resolved = tiny_world.resolve(tmp_path / "run", train__optimizer__warmup_steps=0)
     plan, config = tmp_path / "frozen-plan.json", tmp_path / "resolved-config.json"
     freeze_plan(resolved, plan)
-    config.write_text(canonical_json(resolved.values))
+    processes = {"world_size": 2, "sequence_parallel_size": sequence_parallel}
+    batch = resolved.values["train"] | {"micro_batch_size": 2 * sequence_parallel}
+    config.write_text(canonical_json({**resolved.values, "distributed": processes, "train": batch}))
     checkpoint = train.run(resolved, run_dir=tmp_path / "run", until_step=2).path
     one = validate(resolved, checkpoint, plan, "live", tmp_path / "one")
 

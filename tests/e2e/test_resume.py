@@ -22,7 +22,7 @@ import pytest
 
 from solarwm_lib import artifacts
 from solarwm_lib.runtime.errors import ArtifactError
-from solarwm_lib.training import checkpoint, metrics, setup, train
+from solarwm_lib.training import checkpoint, metrics, network, setup, train
 
 MEMBERS = (checkpoint.MODEL, checkpoint.EMA, checkpoint.OPTIMIZER)
 STEPS = 8
@@ -84,7 +84,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline and process.poll() is None:
         path = run_dir / metrics.FILE
-        if path.exists() and len(path.read_bytes().splitlines()) >= step:
+        if path.exists() and path.read_bytes().count(b'"loss"') >= step:
             return
         time.sleep(0.002)
     raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
@@ -185,7 +185,7 @@ def test_a_published_target_is_verified_and_its_marker_issued_again(tiny_world, 
     marker = uninterrupted / "checkpoint_model_000008" / artifacts.MARKER
     before = marker.read_bytes()
     marker.unlink()
-    monkeypatch.setattr(setup, "build_backbone", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(network, "build_backbone", lambda *a: pytest.fail("a model was loaded"))
     train.run(tiny_world.resolve(uninterrupted), run_dir=uninterrupted, until_step=STEPS)
     assert marker.read_bytes() == before
 
@@ -203,12 +203,41 @@ def test_a_corrupt_member_is_refused_before_any_model_exists(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    monkeypatch.setattr(setup, "build_backbone", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(network, "build_backbone", lambda *a: pytest.fail("a model was loaded"))
     with pytest.raises(
         ArtifactError, match=r"optimizer\.safetensors.*remove .*checkpoint_model_000008"
     ) as caught:
         train.run(tiny_world.resolve(run_dir), run_dir=run_dir, until_step=9)
     assert caught.value.exit_code == 4
+
+
+def test_older_checkpoints_are_thinned_and_a_thinned_one_is_no_start(tiny_world, uninterrupted, tmp_path):
+    for step in (2, 4, STEPS):
+        resolved = tiny_world.resolve(tmp_path, checkpoint__keep_full=1)
+        train.run(resolved, run_dir=tmp_path, until_step=step)
+    assert digests(tmp_path) == digests(uninterrupted)
+    listed = {path.parent.name for path in tmp_path.glob("*/THINNED.json")}
+    assert listed == {"checkpoint_model_000002", "checkpoint_model_000004"}
+    assert train.run(resolved, run_dir=tmp_path, until_step=4).dropped  # issued again, not trained again
+    with pytest.raises(
+        ArtifactError, match=r"checkpoint_model_000004: was thinned .*no full one is before it"
+    ):
+        train.run(resolved, run_dir=tmp_path, until_step=5)
+
+    events = metrics.read_events(tmp_path / metrics.FILE)
+    published = [e["step"] for e in events if e["event"] == "save" and e["kind"] == "published"]
+    restarts = [e for e in events if e["event"] == "restart"]
+    assert published == [2, 4, STEPS] and [e["step"] for e in restarts] == [2, 4]
+    for event in restarts:
+        parts = sum(event[f"{name}_seconds"] for name in ("verify", "load", "seek"))
+        assert 0 < parts < event["first_step_seconds"]
+
+
+def test_a_save_under_the_name_of_another_step_is_refused(tiny_world, uninterrupted, tmp_path):
+    run_dir = copy_of(uninterrupted, tmp_path / "run")
+    (run_dir / "checkpoint_model_000008").rename(run_dir / "checkpoint_model_000009")
+    with pytest.raises(ArtifactError, match=r"checkpoint_model_000009: holds step 8"):
+        train.run(tiny_world.resolve(run_dir), run_dir=run_dir, until_step=10)
 
 
 def test_other_data_or_assets_are_refused_with_both_digests(tiny_world, uninterrupted, tmp_path):
@@ -246,7 +275,7 @@ def test_weights_of_a_checkpoint_start_a_new_run_with_everything_else_fresh(
                "weights": ["live", "ema"], "source_step": 8}  # fmt: skip
     resolved = tiny_world.resolve(tmp_path, checkpoint=initial)
     inputs = setup.read_inputs(resolved)
-    backbone = setup.build_backbone(resolved, __import__("torch").device("cpu"))
+    backbone = network.build_backbone(resolved, __import__("torch").device("cpu"))
     learner = setup.build_learner(resolved, backbone, inputs.initial)
     source = uninterrupted / "checkpoint_model_000008"
     live = checkpoint.load_tensors(source / checkpoint.MODEL, learner.parameters)

@@ -100,11 +100,11 @@ def test_student_critic_and_teacher_start_from_their_roles(stage_world, tmp_path
 
 
 def test_stage1_starts_from_the_average_and_copies_exactly_the_second_time(stage_world, tmp_path):  # noqa: F811
-    from solarwm_lib.training import setup
+    from solarwm_lib.training import network, setup
 
     resolved = stage_world.resolve_stage("anyflow", tmp_path)
     run = setup.open_run(resolved, tmp_path)
-    backbone = setup.build_backbone(resolved, torch.device("cpu"))
+    backbone = network.build_backbone(resolved, torch.device("cpu"))
     learner = setup.build_learner(resolved, backbone, run.inputs.initial)
     source = artifacts.read(stage_world.stage0p5)
     average = checkpoint.load_tensors(source.file(checkpoint.EMA), _shapes(source, checkpoint.EMA))

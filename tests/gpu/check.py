@@ -1,258 +1,196 @@
-"""What a CPU cannot show, in one short run: CUDA against CPU, bfloat16 against float32, exact resume on the device, steps of
-all three stages, and compiled FlexAttention against the segments it must equal, at the size of the released layout.
+"""What a CPU cannot show, in one prepared run of under ten minutes on one GPU of 141 GB: speed, memory and agreement.
 
-    python tests/gpu/check.py [--device cuda|cpu] [--out FILE]
+    python tests/gpu/check.py [--device cuda|cpu] [--out FILE] [--budget SECONDS] [--part NAME ...]
 
-Builds the tiny world, prints one JSON object of figures and exits 1 if a check fails. With `--device cpu` the same code
-runs without a GPU, with small attention (and without bfloat16 training, which is about 90 times slower there).
+Prints one JSON object of figures (docs/reference/gpu-check.md names them all) and writes it to FILE after every part, so that what
+ended early loses nothing. Exits 1 if a check or a part fails or had no time left, after running the others. `--device cpu` runs the
+same code without a GPU at tiny sizes.
+
+Needs no network, and beside torch (with triton, on CUDA) these packages and what they require: diffusers, transformers, accelerate,
+safetensors, numpy, pydantic, pyyaml, av, pillow, psutil, fsspec, ftfy, tqdm, tensorboard, matplotlib.
 """
 
+from __future__ import annotations
+
 import argparse
+import importlib.metadata
 import json
-import math
 import os
+import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+# Asked otherwise whether there is a GPU, the CUDA driver starts, and the forked parts could not use it any more.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import torch
-from torch import Tensor
-from torch.nn.attention import flex_attention
+from measure import REPO, Findings, read_findings, run_apart
+from part_attention import equality, speed
+from part_parity import parity
+from part_rollout import rollout
+from part_saving import saving
+from part_step import step
+from part_training import training
 
-from solarwm_lib.artifacts import verify
-from solarwm_lib.backbones import flex
-from solarwm_lib.backbones.attention import attend
-from solarwm_lib.backbones.tiny import build_tiny_assets
-from solarwm_lib.backbones.visibility import teacher_forcing
-from solarwm_lib.backbones.wan22 import Wan22
-from solarwm_lib.config.architectures import load_architecture
-from solarwm_lib.data.camera import fixed_intrinsics
-from solarwm_lib.data.synthetic import SynthSpec, synthesize
-from solarwm_lib.training.metrics import read as read_metrics
+from solarwm_lib.runtime.files import write_atomic
 
-REPO = Path(__file__).parents[2]
-# Float32 on CUDA multiplies with other summation orders (and TF32 is off by default): 1e-4 of the output's scale.
-DEVICE_TOLERANCE = 1e-4
-# bfloat16 keeps 8 bits; through six blocks the relative error of the velocity stays below a few percent.
-BFLOAT16_TOLERANCE = 0.05
-STEPS = 6
-# Stage1 takes a difference of two forwards, Stage2 a rollout: both enlarge what DEVICE_TOLERANCE allows one forward.
-STAGE_TOLERANCE = 1e-2
-STAGE1_STEPS, STAGE2_STEPS = 2, 3  # the student moves in the third
-RECIPES = {
-    "stage0p5": ("train_stage0p5_fm_81f", ("smoke",)),
-    "stage1": ("train_stage1_tf_anyflow_v1_5_81f", ("smoke", "smoke_stage1")),
-    "stage2": ("train_stage2_sgf_81f", ("smoke", "smoke_stage2")),
-}
+PACKAGES = ("diffusers", "transformers", "accelerate", "safetensors", "numpy")
 
 
-def velocity_error(device: str, dtype: torch.dtype) -> float:
-    """Largest difference of the tiny velocity from the CPU's float32 one, relative to its scale."""
-    torch.manual_seed(0)
-    cfg = SimpleNamespace(camera_attention_mode="fused_prope", camera_translation_transform="linear")
-    backbone = Wan22.from_config(load_architecture("wan22-tiny"), cfg)
-    torch.nn.init.normal_(backbone.transformer.proj_out.weight, std=0.1)
-    latents, timesteps, prompt = torch.randn(2, 9, 48, 4, 6), torch.rand(2, 9) * 1000, torch.randn(2, 16, 64)
-    w2c = torch.eye(4).repeat(2, 9, 1, 1)
-    w2c[..., :3, 3] = torch.randn(2, 9, 3)
-    intrinsics = torch.from_numpy(fixed_intrinsics()).expand(2, 3, 3)
-    with torch.no_grad():
-        expected = backbone.velocity(latents, timesteps, prompt, w2c, intrinsics)
-        backbone.to(device)
-        inputs = [x.to(device) for x in (latents, timesteps, prompt, w2c, intrinsics)]
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            found = backbone.velocity(*inputs).float().cpu()
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+def environment(found: Findings) -> None:
+    """What the figures are of."""
+    if found.is_cuda:
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_bytes": properties.total_memory,
+            "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+        }
+        torch.zeros(1, device="cuda")
+    else:
+        gpu = dict.fromkeys(("gpu", "gpu_bytes", "driver", "compute_capability"))
+    found.set(
+        {
+            "device": found.device.type,
+            **gpu,
+            "python": platform.python_version(),
+            "cpu_count": os.cpu_count(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "commit": _first_line(["git", "-C", str(REPO), "rev-parse", "HEAD"]),
+        }
+    )
 
 
-@contextmanager
-def gradients_of_flex(device: str) -> Iterator[None]:
-    """Without a kernel for a CPU torch refuses FlexAttention with gradients there; its unfused form has them."""
-    kept = flex_attention._validate_device
-    if device == "cpu":
-        flex_attention._validate_device = lambda *tensors: None
+def _first_line(command: list[str]) -> str | None:
+    """What a command says, None where it cannot be run."""
     try:
-        yield
-    finally:
-        flex_attention._validate_device = kept
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
 
 
-def executors(device: str) -> dict[str, Any]:
-    """Compare FlexAttention with segments on `[clean | noisy]` of seven chunks: differences and time, forward and backward.
+@dataclass(frozen=True)
+class Part:
+    """One part of the check and the seconds it may take."""
 
-    Differences are from segments in float32, by the largest element; `ratio` is time of flex by time of segments.
-    """
-    tokens, heads, width, rounds = (405, 24, 128, 10) if device == "cuda" else (7, 2, 16, 2)
-    plan = teacher_forcing(21, 3, 5, tokens)
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 42 * tokens, heads, width, device=device) for _ in range(4)]
-
-    def run(executor: Callable[..., Tensor], dtype: torch.dtype) -> tuple[float, list[Tensor]]:
-        """Seconds of the fastest round, and the output and gradients of query, key and value."""
-        *leaves, weight = (x.to(dtype).requires_grad_() for x in inputs)
-        seconds = []
-        for _ in range(2 + rounds):
-            _wait(device)
-            started = time.perf_counter()
-            output = executor(*leaves, plan)
-            gradients = torch.autograd.grad(output, leaves, weight.detach())
-            _wait(device)
-            seconds.append(time.perf_counter() - started)
-        return min(seconds[2:]), [output.detach(), *gradients]
-
-    figures: dict[str, Any] = {"tokens": 42 * tokens, "heads": heads, "width": width}
-    reference = run(attend, torch.float32)[1]
-    with gradients_of_flex(device):
-        for dtype in (torch.float32, torch.bfloat16):
-            name = str(dtype).removeprefix("torch.")
-            times = {}
-            for executor, function in (("segments", attend), ("flex", flex.attend)):
-                times[executor], found = run(function, dtype)
-                error = [
-                    (a.float() - b).abs().max() / b.abs().max() for a, b in zip(found, reference, strict=True)
-                ]
-                figures[f"{executor}_{name}_error"] = [round(x.item(), 8) for x in error]
-            figures[f"{name}_ratio"] = round(times["flex"] / times["segments"], 3)
-    return figures
+    run: Callable[[Findings], None]
+    seconds: float
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+# In order of importance: what comes late goes without where time is short.
+PARTS = {
+    "environment": Part(environment, 40),
+    "step": Part(step, 130),
+    "attention": Part(speed, 140),
+    "parity": Part(parity, 50),
+    "rollout": Part(rollout, 90),
+    "saving": Part(saving, 90),
+    "executors": Part(equality, 60),
+    "training": Part(training, 240),
+}
+SHORTEST = 5.0  # seconds; with less left a part is not begun
 
 
-def stages(work: Path, name: str, device: str, base: Path, *words: str) -> dict[str, list[float]]:
-    """Train some steps of Stage1 from the run `base` and of Stage2 from both; return the losses of each."""
-    start = {
-        "checkpoint.path": str(base / f"checkpoint_model_{STEPS:06d}"),
-        "checkpoint.source_step": STEPS,
-    }
-    first = train(
-        work, f"{name}-1", device, "--until-step", str(STAGE1_STEPS), *words, stage="stage1", sets=start
-    )
-    roles: dict[str, Any] = {}
-    for role in ("student", "teacher", "critic"):
-        run, step = (first, STAGE1_STEPS) if role == "student" else (base, STEPS)
-        key = f"checkpoint.initialization.{role}"
-        roles[f"{key}.path"] = str(run / f"checkpoint_model_{step:06d}")
-        roles[f"{key}.source_step"] = step
-    second = train(
-        work, f"{name}-2", device, "--until-step", str(STAGE2_STEPS), *words, stage="stage2", sets=roles
-    )
-    student = [
-        r["details"]["student_loss"] for r in read_metrics(second / "metrics.jsonl")[STAGE2_STEPS - 1 :]
-    ]
-    return {"stage1": losses(first), "stage2_critic": losses(second), "stage2_student": student}
+class Report:
+    """The parts with what they found; written to `out` whenever something changes."""
+
+    def __init__(self, device: str, out: Path | None) -> None:
+        self.values: dict[str, Any] = {"device": device, "seconds": 0.0, "ok": False, "parts": {}}
+        self.out, self.started = out, time.monotonic()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every part ended well and every check of it passed."""
+        parts = self.values["parts"].values()
+        return bool(parts) and all(p["status"] == "ok" and all(p["checks"].values()) for p in parts)
+
+    def put(self, name: str, status: str, seconds: float, found: dict[str, Any], error: str | None) -> None:
+        """Replace what is known of part `name`."""
+        self.values["parts"][name] = {"status": status, "seconds": round(seconds, 2), "error": error, **found}
+        self.values |= {"seconds": round(time.monotonic() - self.started, 2), "ok": self.ok}
+        if self.out is not None:
+            write_atomic(self.out, self.text() + "\n")
+
+    def text(self) -> str:
+        return json.dumps(self.values, indent=2)
 
 
-def train(
-    work: Path,
-    name: str,
-    device: str,
-    *words: str,
-    stage: str = "stage0p5",
-    sets: dict[str, Any] | None = None,
-) -> Path:
-    """Run `solarwm train` on the tiny world and return the run directory."""
-    recipe, scales = RECIPES[stage]
-    run = work / name
-    places = {
-        "name": name,
-        "data.root": str(work / "data"),
-        "model.base_path": str(work / "assets"),
-        "runtime.output_dir": str(run),
-    }
-    command = [sys.executable, "-m", "solarwm_lib", "train"]
-    command += ["--config", str(REPO / f"config/recipes/wan22_ti2v_5b/{recipe}.yaml")]
-    for scale in scales:
-        command += ["--overlay", str(REPO / f"config/scales/{scale}.yaml")]
-    for key, value in {**places, **(sets or {})}.items():
-        command += ["--set", f"{key}={json.dumps(value)}"]
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-    subprocess.run([*command, *words], cwd=REPO, env=environment, check=True)
-    return run
+def run_part(report: Report, name: str, limit: float, method: str, folder: Path) -> bool:
+    """Run part `name` for at most `limit` seconds and put it into `report`; return whether it ended by itself and without error."""
+    device, path, started = torch.device(report.values["device"]), folder / f"{name}.json", time.monotonic()
+    path.unlink(missing_ok=True)
+    found = Findings(path, device, method)
+    last = ""
+
+    def tick() -> None:
+        nonlocal last
+        text = path.read_text() if path.exists() else "{}"
+        if text != last:
+            last = text
+            report.put(name, "running", time.monotonic() - started, read_findings(path), None)
+
+    tick()
+    error = run_apart(method, path, limit, PARTS[name].run, found, tick=tick)
+    status = "ok" if error is None else "failed"
+    report.put(name, status, time.monotonic() - started, read_findings(path), error)
+    print(f"{name}: {error or 'ok'} ({time.monotonic() - started:.1f} s)", file=sys.stderr, flush=True)
+    return error is None
 
 
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl")]
+def run_all(report: Report, names: list[str], budget: float) -> None:
+    """Run the parts in order while there is time; where CUDA does not survive a fork, in fresh processes."""
+    method, end = "fork", report.started + budget
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(names):
+            left = end - time.monotonic()
+            if left < SHORTEST:
+                error = f"not begun: {left:.0f} s left of the budget of {budget:.0f} s"
+                report.put(name, "skipped", 0.0, {"figures": {}, "checks": {}}, error)
+                continue
+            limit = min(left, PARTS[name].seconds)
+            well = run_part(report, name, limit, method, Path(folder))
+            failed = report.values["parts"][name]["error"]
+            if number == 0 and not well and "fork" in failed:
+                method = "spawn"
+                run_part(report, name, limit, method, Path(folder))
 
 
-def relative(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
-def members(run: Path) -> dict[str, str]:
-    artifact = verify(run / f"checkpoint_model_{STEPS:06d}", deep=True)
-    return {m.path: m.sha256 for m in artifact.members if m.path.endswith(".safetensors")}
-
-
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="also write the figures here")
-    arguments = parser.parse_args()
-    device = arguments.device
-    if device == "cuda" and not torch.cuda.is_available():
+    parser.add_argument("--out", type=Path, help="write the figures here too, after every part")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all parts (default: 540)")
+    parser.add_argument(
+        "--part", action="append", choices=(*PARTS,), help="only these parts; give it again for more"
+    )
+    arguments = parser.parse_args(words)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device; use --device cpu to run the same code without one")
-    figures: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-    }
-    checks: dict[str, bool] = {}
-
-    figures["velocity_float32_relative_error"] = velocity_error(device, torch.float32)
-    checks["velocity_float32"] = figures["velocity_float32_relative_error"] <= DEVICE_TOLERANCE
-    figures["executors"] = executors(device)
-    for dtype, tolerance in (("float32", DEVICE_TOLERANCE), ("bfloat16", BFLOAT16_TOLERANCE)):
-        errors = [
-            *figures["executors"][f"flex_{dtype}_error"],
-            *figures["executors"][f"segments_{dtype}_error"],
-        ]
-        checks[f"executors_{dtype}"] = max(errors) <= tolerance
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        synthesize(work / "data", SynthSpec(name="check", train_clips=4, test_clips=2), progress=False)
-        build_tiny_assets(work / "assets", load_architecture("wan22-tiny"), 0)
-        until = ("--until-step", str(STEPS))
-        whole = train(work, "whole", device, *until)
-        train(work, "halves", device, "--until-step", str(STEPS // 2))
-        halves = train(work, "halves", device, *until)
-        figures["resume_is_byte_identical"] = members(whole) == members(halves)
-        checks["resume"] = figures["resume_is_byte_identical"]
-        later = stages(work, "later", device, whole)
-        figures["losses"] = later
-        checks["stages_are_finite"] = all(math.isfinite(x) for found in later.values() for x in found)
-        if device == "cuda":
-            reference = train(work, "cpu", "cpu", *until)
-            figures["loss_relative_difference_from_cpu"] = relative(losses(whole), losses(reference))
-            checks["loss"] = figures["loss_relative_difference_from_cpu"] <= 1e-3
-            on_cpu = stages(work, "later-cpu", "cpu", whole)
-            lower_stages = stages(work, "later-bfloat16", device, whole, "--set", "train.precision=bfloat16")
-            for stage, found in later.items():
-                figures[f"{stage}_relative_difference_from_cpu"] = relative(found, on_cpu[stage])
-                checks[stage] = figures[f"{stage}_relative_difference_from_cpu"] <= STAGE_TOLERANCE
-                figures[f"{stage}_bfloat16_relative_difference"] = relative(lower_stages[stage], found)
-                checks[f"{stage}_bfloat16"] = all(map(math.isfinite, lower_stages[stage]))
-            figures["velocity_bfloat16_relative_error"] = velocity_error(device, torch.bfloat16)
-            checks["velocity_bfloat16"] = figures["velocity_bfloat16_relative_error"] <= BFLOAT16_TOLERANCE
-            lower = train(work, "bfloat16", device, *until, "--set", "train.precision=bfloat16")
-            figures["loss_bfloat16_relative_difference"] = relative(losses(lower), losses(whole))
-            checks["loss_bfloat16"] = figures["loss_bfloat16_relative_difference"] <= BFLOAT16_TOLERANCE
-    figures["checks"] = checks
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    return 0 if all(checks.values()) else 1
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # an ordinary end, which takes the running part along
+    report = Report(arguments.device, arguments.out)
+    run_all(report, [name for name in PARTS if name in (arguments.part or PARTS)], arguments.budget)
+    print(report.text())
+    return 0 if report.ok else 1
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # an ordinary end, which takes the running part along
     raise SystemExit(main())

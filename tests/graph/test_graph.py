@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from solarwm_lib import graph
-from solarwm_lib.config import published, references
+from solarwm_lib.config import overrides, published, references
 from solarwm_lib.runtime.errors import ConfigError
 
 REPO = Path(__file__).parents[2]
@@ -32,6 +32,23 @@ def test_training_is_a_chain_of_segments_ending_at_the_last_step():
     assert chain.previous_checkpoint("smoke", 5) == [
         "results/runs/smoke/checkpoint_model_000004/COMPLETE.json"
     ]
+
+
+def test_a_checkpoint_that_another_run_goes_on_from_keeps_everything():
+    values = copy.deepcopy(SMOKE)
+    values["runs"]["smoke"].setdefault("set", {})["checkpoint.keep_full_steps"] = [4]
+    resume = {
+        "checkpoint.mode": "full_resume",
+        "checkpoint.path": "results/runs/smoke/checkpoint_model_000002",
+    }
+    values["runs"]["more"] = {
+        **copy.deepcopy(values["runs"]["smoke"]),
+        "set": {**resume, "checkpoint.source_step": 2},
+    }
+    found = graph.load_workflow(values, REPO)
+    assert overrides.of_run(found, "smoke")["checkpoint.keep_full_steps"] == [2, 4]
+    assert "checkpoint.keep_full_steps" not in overrides.of_run(workflow(), "smoke")
+    assert found.identity("smoke") == workflow().identity("smoke")
 
 
 def test_raising_the_steps_keeps_every_earlier_file_and_its_identity():
@@ -101,7 +118,10 @@ def test_a_comparison_takes_every_pass_of_the_last_validated_checkpoint():
         ({"set": {"train.optimizer.learning_rat": 1e-4}}, ["learning_rate"]),
         ({"set": {"data.pixel_frames": 80}}, ["77", "81"]),
         ({"processes": 3}, ["global_batch_size"]),
-        ({"set": {"train.strategy": "full_shard"}}, ["runs.smoke", "train.strategy", "replicate"]),
+        (
+            {"set": {"train.timestep_mode": "per_block"}},
+            ["runs.smoke", "train.timestep_mode", "uniform_per_video"],
+        ),
         ({"steps": 1_000_000}, ["steps", "999999"]),
     ],
 )

@@ -330,7 +330,7 @@ def test_environment_is_expanded_after_overrides(monkeypatch: pytest.MonkeyPatch
         ("validation.passes=[{name: a, weigths: live}]", "did you mean validation.passes.0.weights?"),
         ("train.anyflow.gaet=1", "did you mean train.anyflow.gate?"),
         ("checkpoint.initialization.student.pth=x", "did you mean checkpoint.initialization.student.path?"),
-        ("runtime.zzz=1", "runtime has: image, log_every_steps"),
+        ("runtime.zzz=1", "runtime has: hang_timeout_seconds, image, log_every_steps"),
     ],
 )
 def test_unknown_keys_at_any_depth_name_the_likely_one(text: str, message: str) -> None:

@@ -79,8 +79,8 @@ def test_every_route_of_wan_trains(route):
         (STAGE2, {"train__self_gradient_forcing": {"rollout_latent_frames": 60}}, "rollout_latent_frames 60 .*use null"),
         (STAGE2, {"checkpoint": {"mode": "full_resume", "path": "/c", "source_step": 1}},
          "checkpoint.mode full_resume in stage2 .*continues by itself"),
-        (minimal(NINE[4]), {"distributed": {"world_size": 2, "sequence_parallel_size": 2}},
-         "distributed.sequence_parallel_size 2 cannot be trained by this version; use 1"),
+        (ANYFLOW, {"train__strategy": "full_shard", "train__gradient_accumulation_steps": 2, "train__global_batch_size": 2},
+         "gradient_accumulation_steps 2 of AnyFlow with train.strategy full_shard .*; use 1"),
         (minimal(NINE[5]), {}, "only wan22_ti2v_5b and wan22_i2v_a14b train"),
     ],
 )  # fmt: skip

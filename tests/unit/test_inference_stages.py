@@ -216,15 +216,6 @@ def test_a_route_that_only_its_configurations_are_checked_of_is_refused(world: T
         prepare(other, root / "fm", {}, other.config.validation.passes[0])
 
 
-def test_sequence_parallel_sampling_is_refused(world: TinyWorld, root: Path) -> None:
-    values = world.values(root, distributed={"world_size": 2, "sequence_parallel_size": 2})
-    other = resolve_values(values)
-    with pytest.raises(
-        ConfigError, match=r"sequence_parallel_size 2 cannot be sampled by this version; use 1"
-    ):
-        prepare(other, root / "fm", {}, other.config.validation.passes[0])
-
-
 def test_rows_that_cannot_name_a_file_are_refused(world: TinyWorld) -> None:
     row = read_index(world.dataset / "test-index.jsonl")[0]
     named = row.model_copy(update={"dataset": "rooms"})

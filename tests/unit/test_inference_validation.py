@@ -25,7 +25,8 @@ from solarwm_lib.inference.validation import validate
 from solarwm_lib.runtime import keyed
 from solarwm_lib.runtime.errors import ArtifactError, ConfigError, DataError, NonFiniteError
 from solarwm_lib.training import checkpoint as checkpoints
-from solarwm_lib.training.setup import build_backbone, identity_of, read_inputs
+from solarwm_lib.training.network import build_backbone
+from solarwm_lib.training.setup import identity_of, read_inputs
 
 PASSES = [
     {"name": "live", "weights": "live", "num_inference_steps": 2},

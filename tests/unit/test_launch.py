@@ -147,7 +147,16 @@ def test_a_damaged_configuration_is_named(inputs, resolve):
             "WORLD_SIZE is 2 but",
         ),
         ({}, {"distributed__world_size": 2}, "WORLD_SIZE is 1 but distributed.world_size is 2"),
-        ({}, {"train__strategy": "full_shard"}, "train.strategy full_shard cannot be trained"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            {
+                "train__strategy": "hybrid_shard",
+                "distributed__world_size": 2,
+                "train__micro_batch_size": 1,
+                "train__global_batch_size": 2,
+            },
+            "found hybrid_shard, which needs at least 2 nodes",
+        ),
         ({}, {"model__base_path": "/path/to/base"}, "placeholder"),
     ],
 )

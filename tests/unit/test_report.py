@@ -26,6 +26,7 @@ from solarwm_lib.report.facts import read_run
 from solarwm_lib.report.graph_picture import parse_dot, svg_from_dot
 from solarwm_lib.report.markdown import to_html
 from solarwm_lib.runtime.errors import ConfigError, DataError
+from solarwm_lib.training.metrics import append_event
 
 FRAMES, SIZE = 5, 32
 RUN = "tiny"
@@ -116,6 +117,10 @@ def write_run(root: Path) -> Path:
         for step in range(1, 21)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    append_event(run, "save", 8, seconds=50.0, kind="rolling")
+    append_event(run, "lost_steps", 8, seconds=2.0, steps=8)
+    append_event(run, "restart", 8, seconds=3.0)
+    append_event(run, "save", 10, seconds=50.0, kind="published")
     for step in (10, 20):
         target = run / f"checkpoint_model_{step:06d}"
         with Transaction(target, "solarwm.checkpoint.v1", {"step": step}) as transaction:
@@ -190,12 +195,17 @@ def test_completion_report_says_everything_that_the_specification_asks_for(resul
         "global batch: 8",
         "initial weights: base weights",
         "| attempt-001 | 2026-01-01T00:00:00+00:00 | 20 | preempted | 75 | 1 min 01 s |",
-        "completed steps: 20",
+        "final step: 20",
         "gradient norm before clipping: 0.500",
         "step time, median: 0.250 s",
         "| `train.max_steps` | 40 | 10000 |",
         "2 complete.",
-        "3 of 4 passes complete",
+        "3 of 4 passes complete, 8 of 8 slots have a comparison video",
+        "strategy: replicate",
+        "average (EMA): decay 0.9999, from step 0, 20 updates in the last checkpoint",
+        "restarts: 1, after steps 8",
+        "| lost steps | 1 | 2 s | 40.0% |",
+        "| save | 2 | 1 min 40 s |",
         "| 20 | live | live | recorded | partial | 1/2 |",
         "| 20 | live | 1 | <room>-1 | non_finite | 1 of 5 frames are not finite, the first is frame 3 |",
     ):

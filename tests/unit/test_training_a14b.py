@@ -12,7 +12,7 @@ from tinyworld import HEIGHT, WIDTH, TinyWorld
 
 from solarwm_lib.config.load import resolve_values
 from solarwm_lib.runtime.errors import ConfigError, DataError
-from solarwm_lib.training import setup, train
+from solarwm_lib.training import network, setup, train
 from solarwm_lib.training.checkpoint import load_weights
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_training_reaches_the_weights_of_mask_and_image(world, latents, tmp_path
     changes = stored(latents) if encoding == "preencoded" else {}
     resolved = world.resolve(tmp_path / "run", **changes)
     (tmp_path / "run").mkdir()
-    target = dict(setup.build_backbone(resolved, CPU).trainable())
+    target = dict(network.build_backbone(resolved, CPU).trainable())
     name = "patch_embedding.weight"
     before = target[name].detach().clone()
     checkpoint = train.run(resolved, run_dir=tmp_path / "run", until_step=2)
@@ -139,18 +139,6 @@ def test_causal_stages_are_refused_before_anything_is_allocated(
     assert caught.value.exit_code == 2 and not (tmp_path / "run").exists()
 
 
-def test_sequence_parallel_training_is_refused_before_anything_is_read(world, tmp_path):
-    resolved = world.resolve(
-        tmp_path / "run",
-        data__root=str(tmp_path / "nowhere"),
-        distributed={"world_size": 2, "sequence_parallel_size": 2},
-    )
-    with pytest.raises(
-        ConfigError, match=r"distributed\.sequence_parallel_size 2 cannot be trained by this version; use 1"
-    ):
-        setup.open_run(resolved, tmp_path / "run")
-
-
 def test_stored_latents_of_the_other_family_are_refused(world, tiny_world, latents, tmp_path):
     resolved = tiny_world.resolve(tmp_path, data__pixel_frames=9, data__random_start=False, **stored(latents))
     with pytest.raises(
@@ -168,7 +156,7 @@ def test_autoregressive_sampling_of_an_image_conditioned_model_is_refused(world,
     from solarwm_lib.inference.generate import Causal, Models, Request, Sampling, sample_latents
 
     models = Models(
-        setup.build_backbone(world.resolve(tmp_path), CPU),
+        network.build_backbone(world.resolve(tmp_path), CPU),
         load_codec(world.assets),
         TextEncoder.from_pretrained(world.assets, 16),
         "tiny",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from solarwm_lib import artifacts
 from solarwm_lib.artifacts import MARKER
 from solarwm_lib.runtime.errors import ArtifactError
-from solarwm_lib.training import checkpoint
+from solarwm_lib.training import checkpoint, retention
 from solarwm_lib.training.checkpoint import State, Tensors
 
 IDENTITY = {"semantic_digest": "a", "dataset": "b", "assets": "c", "initial": None}
@@ -168,7 +168,7 @@ def test_older_rolling_saves_go_only_up_to_the_verified_step(tmp_path):
     for step in (2, 4, 6, 8):
         _save(tmp_path / "rolling" / f"step_{step:06d}", step)
     _save(tmp_path / "checkpoint_model_000002", 2)
-    removed = checkpoint.remove_rolling(tmp_path, newest_verified=6, keep=1)
+    removed = retention.remove_rolling(tmp_path, newest_verified=6, keep=1)
     assert sorted(p.name for p in removed) == ["step_000002", "step_000004"]
     assert sorted(os.listdir(tmp_path / "rolling")) == ["step_000006", "step_000008"]
     assert (tmp_path / "checkpoint_model_000002" / MARKER).exists()
@@ -179,7 +179,7 @@ def test_a_crash_while_removing_leaves_nothing_in_the_place_of_a_save(tmp_path):
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"x")
     assert checkpoint.candidates(tmp_path, 10) == ([], [])
-    checkpoint.remove_rolling(tmp_path, 10, keep=1)
+    retention.remove_rolling(tmp_path, 10, keep=1)
     assert not leftover.exists()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from solarwm_lib.data.failures import Replacement
 from solarwm_lib.data.sampling import batch_digest, digest_text
-from solarwm_lib.runtime.errors import DataError, NonFiniteError
+from solarwm_lib.runtime.errors import ArtifactError, DataError, NonFiniteError
 from solarwm_lib.runtime.process import Heartbeat, StopRequest
 from solarwm_lib.training import loop, metrics, optim
 from solarwm_lib.training.batches import Batch
@@ -102,6 +102,17 @@ def test_each_step_consumes_the_next_global_batch_in_order(tmp_path):
         trainer.step()
     assert trainer.batches.loaded == list(range(12))
     assert trainer.learner.completed_steps == 3 and trainer.learner.ema.updates == 3
+
+
+def test_a_save_that_failed_in_the_background_ends_the_next_step_before_it_changes_anything(tmp_path):
+    trainer = _trainer(tmp_path)
+    trainer.step()
+    before = _snapshot(trainer.learner)
+    trainer.background_failure = lambda: ArtifactError("disk full while writing step 1")
+    with pytest.raises(ArtifactError, match="disk full while writing step 1"):
+        trainer.step()
+    assert trainer.learner.completed_steps == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in _snapshot(trainer.learner).items())
 
 
 def test_record_holds_the_global_mean_loss_and_the_rate_the_step_used(tmp_path):

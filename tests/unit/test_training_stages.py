@@ -20,7 +20,7 @@ from solarwm_lib.objectives import anyflow
 from solarwm_lib.objectives import self_gradient_forcing as sgf
 from solarwm_lib.runtime.errors import NonFiniteError
 from solarwm_lib.runtime.process import Heartbeat, StopRequest
-from solarwm_lib.training import checkpoint, metrics, optim, stage1
+from solarwm_lib.training import checkpoint, metrics, optim, sharding, stage1
 from solarwm_lib.training.ema import Ema
 from solarwm_lib.training.learner import Learner, Loss
 from solarwm_lib.training.stage2 import Distillation, DistillationTrainer, StudentCadence
@@ -94,7 +94,7 @@ def test_the_mean_is_that_of_the_whole_step_however_it_is_split(tmp_path, micro,
         expected = anyflow.loss(errors, mean)
         expected.loss.backward()
         gradients = list(learner.gradients().values())
-        norm = optim.gradient_norm(gradients)
+        norm = sharding.global_norm(gradients)
         record, _ = split.step()
         assert record.loss == pytest.approx(expected.loss.item(), rel=1e-5)
         assert record.gradient_norm == pytest.approx(norm.item(), rel=1e-5)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from solarwm_lib.runtime.errors import ConfigError
 from solarwm_lib.training.topology import (
     BatchPlan,
+    MeshShape,
     Topology,
-    data_groups,
     from_environment,
-    hybrid_groups,
+    mesh_shape,
     sequence_groups,
 )
 
@@ -56,20 +56,31 @@ def test_sequence_parallel_size_must_divide_the_node():
         from_environment(TORCHRUN, 16, sequence_parallel_size=3)
 
 
-def test_hybrid_groups_equal_the_specification():
-    shard, replica = hybrid_groups(world_size=16, local_world_size=8, sequence_parallel_size=2)
-    assert sorted(shard) == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
-    assert sorted(replica) == [[i, i + 8] for i in range(8)]
+@pytest.mark.parametrize(
+    ("strategy", "world", "local", "sp", "expected"),
+    [
+        ("replicate", 8, 8, 2, MeshShape(4, 1, 2)),
+        ("full_shard", 16, 8, 2, MeshShape(1, 8, 2, shards=True)),
+        ("hybrid_shard", 16, 8, 2, MeshShape(2, 4, 2, shards=True)),
+        ("hybrid_shard", 256, 8, 1, MeshShape(32, 8, 1, shards=True)),
+        ("full_shard", 1, 1, 1, MeshShape(1, 1, 1)),
+    ],
+)
+def test_mesh_of_a_strategy(strategy, world, local, sp, expected):
+    found = mesh_shape(strategy, world, local, sp)
+    assert found == expected
+    assert found.replicate * found.shard * found.sequence == world
+    assert found.parts == (world // found.replicate if found.shards else 1)
 
 
-def test_hybrid_groups_of_one_node_are_refused():
-    with pytest.raises(ConfigError, match="at least 2 nodes"):
-        hybrid_groups(8, 8, 1)
+@pytest.mark.parametrize(("world", "local"), [(8, 8), (4, 1)])
+def test_hybrid_sharding_without_nodes_of_several_processes_is_refused(world, local):
+    with pytest.raises(ConfigError, match=r"at least 2 nodes of at least 2 processes.*use full_shard"):
+        mesh_shape("hybrid_shard", world, local)
 
 
-def test_sequence_and_data_groups_partition_the_world():
+def test_sequence_groups_are_contiguous():
     assert sequence_groups(4, 2) == [[0, 1], [2, 3]]
-    assert data_groups(4, 2) == [[0, 2], [1, 3]]
 
 
 def test_batch_that_does_not_multiply_out_is_refused_with_the_accumulation_that_would():

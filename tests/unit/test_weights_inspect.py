@@ -27,7 +27,7 @@ from weights_cases import (
 from solarwm_lib.artifacts import Transaction
 from solarwm_lib.config.architectures import load_architecture
 from solarwm_lib.runtime.errors import ArtifactError
-from solarwm_lib.training import checkpoint
+from solarwm_lib.training import checkpoint, members
 from solarwm_lib.weights import commands, inventory
 from solarwm_lib.weights.convert import export_weights, import_weights
 from solarwm_lib.weights.inspect import format_report, inspect
@@ -157,6 +157,30 @@ def test_a_trained_checkpoint_resumes_and_an_unused_average_is_named(tmp_path, a
     checkpoint.save(tmp_path / "b", tensors, checkpoint.State(7, 7, 56, 1e-4, 8, run=run), {}, [])
     report = inspect(tmp_path / "b")
     assert report["loads"][0]["how"] == "checkpoint.mode: full_resume, same run" and not report["problems"]
+
+
+def test_a_checkpoint_in_parts_is_described_and_exported_as_one_in_whole_files(tmp_path, assets):
+    weights = transformer(0)
+    run = checkpoint.read_state(
+        import_weights(package(tmp_path / "p", "stage0p5"), tmp_path / "c", assets=assets)
+    ).run
+    tensors, state = checkpoint.Tensors(weights, weights, {}), checkpoint.State(7, 7, 56, 1e-4, 8, run=run)
+    whole = checkpoint.save(tmp_path / "whole", tensors, state, {}, [])
+    names = sorted(weights)
+    with Transaction(tmp_path / "parts", checkpoint.SCHEMA, {}) as transaction:
+        for member in checkpoint.INVENTORY[:-1]:
+            for part in range(2):
+                mine = {} if member == checkpoint.OPTIMIZER else {n: weights[n] for n in names[part::2]}
+                with transaction.open(members.part_name(member, part, 2)) as stream:
+                    checkpoint.write_safetensors(stream, mine)
+        transaction.write_bytes(checkpoint.STATE, whole.file(checkpoint.STATE).read_bytes())
+    assert inspect(tmp_path / "parts") | {"path": 0} == inspect(tmp_path / "whole") | {"path": 0}
+    exports = [
+        export_weights(tmp_path / n, tmp_path / f"{n}-out", "official", role="ema")
+        for n in ("whole", "parts")
+    ]
+    files = [{m.path: m.sha256 for m in artifact.members} for artifact in exports]
+    assert files[0] == files[1]
 
 
 def test_what_nothing_here_loads_is_said(tmp_path):
