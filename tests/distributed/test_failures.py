@@ -26,13 +26,13 @@ STEPS = 2000  # more than are reached
 
 # Runs the command line with one thing of the outside world broken in rank 1, at the forward pass of step 4.
 WORKER = """
-import os, signal, sys, time
+import dataclasses, os, signal, sys, time
 import torch
 from solarwm_lib import cli
 from solarwm_lib.objectives import flow_matching
-from solarwm_lib.training import batches, checkpoint
+from solarwm_lib.training import batches, writing
 
-fault, rank, loss, save, load = os.environ["FAULT"], os.environ["RANK"], flow_matching.loss, checkpoint.save, batches.Batches.load
+fault, rank, loss, save, load = os.environ["FAULT"], os.environ["RANK"], flow_matching.loss, writing.write_main, batches.Batches.load
 calls = []
 
 def broken(backbone, latents, *rest):
@@ -52,6 +52,8 @@ def loaded(*words):
     batch = load(*words)
     if fault == "nan" and len(calls) == 4 and rank == "1":
         batch.latents[1] = float("nan")
+    if fault == "prompt" and len(calls) == 4 and rank == "1":
+        return dataclasses.replace(batch, captions=("another prompt", *batch.captions[1:]))
     return batch
 
 def slow(*words, **named):
@@ -61,7 +63,7 @@ def slow(*words, **named):
 batches.Batches.load = loaded
 flow_matching.loss = broken
 if fault == "slow save":
-    checkpoint.save = slow
+    writing.write_main = slow
 sys.exit(cli.main())
 """
 
@@ -198,6 +200,20 @@ def test_in_a_sharded_network_the_peers_name_who_left_the_pass(tiny_world, tmp_p
     assert process.returncode == 6 and "Traceback" not in printed, printed
     assert "solarwm: error: rank 1: out of memory in forward_backward of step 4: " in printed
     assert (run_dir / "diagnostics" / "oom-step-000004-rank-00001.json").exists()
+
+
+def test_a_peer_with_another_prompt_is_named_with_what_differs(tiny_world, tmp_path):
+    run_dir = tmp_path / "run"
+    peers = {"world_size": 2, "sequence_parallel_size": 2}
+    values = two(tiny_world, run_dir, distributed=peers, train__micro_batch_size=4)
+    with start(values, tmp_path, "prompt") as process:
+        until(lambda: steps(run_dir) == 3)
+        fault = time.monotonic()
+        printed = ended(process)
+    assert process.returncode == 7 and time.monotonic() - fault < BOUND, printed
+    assert "optimizer step 4: sequence-parallel peers differ in prompt: rank 0 " in printed
+    assert "another prompt" in printed and "exit code 7 (distributed)" in printed
+    assert saved(run_dir).name == "step_000002"
 
 
 def test_save_now_goes_on_and_a_stop_waits_for_a_save_that_is_slow(tiny_world, tmp_path):
