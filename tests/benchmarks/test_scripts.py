@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -29,12 +31,15 @@ def within(report: dict, bounds: dict[str, tuple[float, float]]) -> dict[str, fl
 
 
 def check(script: str, rounds: tuple[int, int], bounds: dict[str, tuple[float, float]], *words: str) -> None:
-    """Run a benchmark, once more with more rounds if a figure is out of its bounds: one bad moment fails no build.
+    """Run a benchmark, twice more with more rounds if a figure is out of its bounds: no bad moment fails a build.
 
-    Bounds are looser than what is promised and measured (given beside them): they are there to catch a regression.
+    Bounds are looser than what is promised and measured (given beside them): they are there to catch a regression, which
+    shows in every attempt.
     """
-    if within(run(script, str(rounds[0]), *words), bounds):
-        assert not within(run(script, str(rounds[1]), *words), bounds)
+    for number in (rounds[0], rounds[1], rounds[1]):
+        if not (found := within(run(script, str(number), *words), bounds)):
+            return
+    pytest.fail(f"out of bounds in all attempts: {found}")
 
 
 NO_LIMIT = float("inf")
@@ -61,12 +66,12 @@ def test_causal_attention_saves_the_hidden_pairs_and_the_cache_saves_the_history
 
 
 def test_planned_reading_is_at_least_three_times_as_fast_as_webdataset():
-    # Measured 3.1 to 3.8 on loaded machines; a second try keeps one bad moment from failing the build.
-    report = run("benchmarks/bench_loader.py", "5")
-    if report["ours_over_webdataset"] < 3:
-        report = run("benchmarks/bench_loader.py", "9")
-    assert report["ours_over_webdataset"] >= 3
-    assert report["ours_to_last_sample_ms"] < 5
+    # Measured 3.1 to 3.8 on loaded machines.
+    check(
+        "benchmarks/bench_loader.py",
+        (5, 9),
+        {"ours_over_webdataset": (3, NO_LIMIT), "ours_to_last_sample_ms": (0, 5)},
+    )
 
 
 def test_a_durable_save_and_a_verified_load_cost_about_what_torchs_own_cost_and_training_waits_for_little():

@@ -21,6 +21,8 @@ from safetensors import safe_open
 from stage_world import stage_world, train  # noqa: F401
 
 from solarwm_lib import artifacts
+from solarwm_lib.backbones.tiny import build_tiny_assets
+from solarwm_lib.config.architectures import load_architecture
 from solarwm_lib.training import checkpoint, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +30,8 @@ WORKER = Path(__file__).with_name("sharded_worker.py")
 # 20 by hand; six show every kind of update of every stage.
 STEPS = int(os.environ.get("SOLARWM_LAYOUT_STEPS", "6"))
 MIDDLE = STEPS // 2
-STAGES = ("stage0p5", "flow_matching", "anyflow", "stage2")
+A14B = "A14B"  # Stage0.5 of the image-conditioned network
+STAGES = ("stage0p5", "flow_matching", "anyflow", "stage2", A14B)
 BATCH = 4
 # name -> nodes, processes a node, sequence-parallel size, strategy
 LAYOUTS = {
@@ -44,8 +47,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def values_of(world, stage: str, run_dir: Path, layout: tuple[int, int, int, str]) -> dict:
     nodes, local, sp, strategy = layout
     return world.stage(
-        stage,
+        "stage0p5" if stage == A14B else stage,
         run_dir,
+        **network_of(world, stage),
         distributed={"world_size": nodes * local, "sequence_parallel_size": sp},
         train__strategy=strategy,
         train__micro_batch_size=BATCH * sp // (nodes * local),
@@ -53,6 +57,20 @@ def values_of(world, stage: str, run_dir: Path, layout: tuple[int, int, int, str
         train__optimizer={"learning_rate": 1e-4, "warmup_steps": 0},
         train__activation_checkpointing=strategy == "full_shard",
     )
+
+
+def network_of(world, stage: str) -> dict[str, str]:
+    """Changes that make a run of Stage0.5 one of A14B."""
+    assets = str(a14b_assets(world))
+    network = {"model__family": "wan22_i2v_a14b", "model__architecture": "wan22-tiny-i2v"}
+    return {**network, "model__base_path": assets} if stage == A14B else {}
+
+
+def a14b_assets(world) -> Path:
+    folder = world.assets.with_name("assets-a14b")
+    if not folder.exists():
+        build_tiny_assets(folder, load_architecture("wan22-tiny-i2v"), seed=0)
+    return folder
 
 
 def launch(jobs: list, folder: Path, layout: tuple[int, int, int, str]) -> None:
@@ -94,7 +112,9 @@ def one(stage_world, tmp_path_factory):  # noqa: F811
     for stage in STAGES:
         changes = {"learning_rate": 1e-4, "warmup_steps": 0}
         batch = {"train__micro_batch_size": BATCH, "train__global_batch_size": BATCH}
-        train(stage_world, stage, root / stage, STEPS, **batch, train__optimizer=changes)
+        name = "stage0p5" if stage == A14B else stage
+        network = network_of(stage_world, stage)
+        train(stage_world, name, root / stage, STEPS, **batch, **network, train__optimizer=changes)
     return root
 
 
@@ -150,8 +170,8 @@ def require_equal(world, one: Path, other: Path, stage: str) -> None:
 
 
 def first_weights(world, stage: str, member: str) -> dict[str, torch.Tensor]:
-    if stage == "stage0p5":
-        folder = world.assets / "transformer"
+    if stage in ("stage0p5", A14B):
+        folder = (a14b_assets(world) if stage == A14B else world.assets) / "transformer"
         with safe_open(next(folder.glob("*.safetensors")), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if member == checkpoint.CRITIC:
