@@ -90,7 +90,9 @@ def test_there_is_always_a_verified_checkpoint_and_what_another_run_starts_from(
             finally:
                 (disk / "ballast").unlink(missing_ok=True)
             seen = sampler.looks
-            while sampler.looks < seen + 2 and sampler.is_alive():  # under load a look takes longer than a step
+            while (
+                sampler.looks < seen + 2 and sampler.is_alive()
+            ):  # under load a look takes longer than a step
                 time.sleep(0.005)
         saver.finish()
         saver.close()
