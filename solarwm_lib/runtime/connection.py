@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import DistributedError
+from .errors import DistributedError, is_out_of_memory
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def connection(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if type(error).__name__ == "OutOfMemoryError":
+        if is_out_of_memory(error):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DistributedError(

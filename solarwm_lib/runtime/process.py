@@ -156,12 +156,19 @@ def _identity() -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Largest memory this process has used: CUDA's peak if CUDA is in use, else the resident set's peak."""
+    """Largest memory this process has used: CUDA's peak if CUDA is in use, else the resident set's peak.
+
+    Linux keeps the latter in /proc for the program itself; `ru_maxrss` would count the process it was forked from.
+    """
     import sys
 
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
-    import resource
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -30,7 +30,7 @@ STEPS = EVERY * (2 + (KILLS + 1) // 2)
 BOUND_SECONDS = 60
 # What is hit, and what it is doing at that moment; `time` is any moment.
 VICTIMS = ("rank", "torchrun", "snakemake", "term torchrun", "term snakemake", "all")
-MOMENTS = ("save", "build", "validate", "forward_backward", "verify", "publish", "time")
+MOMENTS = ("save", "load", "validate", "forward_backward", "build", "verify", "publish", "time")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
